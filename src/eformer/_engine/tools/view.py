@@ -232,17 +232,17 @@ class View(Shown, Mapping[str, Any]):
             arrays = fetch(
                 reads, wants, self._tree, self._files, threads or store.read_threads, path_to=store.path_to
             )
-            if not self._tree.has_digests and (name := self._files.rewritten()):
-                raise FileNotFoundError(
-                    f"{self._path}: {name} has been written to since it was opened; open it again"
-                )
-            return arrays
         except CorruptionError as error:
             if was_replaced(self._found):
                 raise FileNotFoundError(
                     f"{self._path} was replaced by a newer save; open it again"
                 ) from error
             raise
+        if not self._tree.has_digests and (name := self._files.rewritten()):
+            raise FileNotFoundError(
+                f"{self._path}: {name} has been written to since it was opened; open it again"
+            )
+        return arrays
 
 
 def open_incomplete(path: str | os.PathLike[str], *, prefix: str | None = None) -> View:
@@ -288,9 +288,8 @@ class LeafView:
         region, rest = _box(index, self.shape)
         box = self._view.read(self.name, self.entry, region)
         array: np.ndarray[Any, Any] = box[rest]
-        return (
-            array.copy() if 2 * array.size < box.size else array
-        )  # so that a few rows do not keep the whole box
+        # A few rows must not keep the whole box.
+        return array.copy() if 2 * array.size < box.size else array
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if copy is False:
@@ -312,13 +311,9 @@ def _box(index: Any, shape: tuple[int, ...]) -> tuple[Region, tuple[Any, ...]]:
         raise IndexError(f"too many indices: the leaf has {len(shape)} axes, but {given} were indexed")
     at = dots[0] if dots else len(parts)
     every = (slice(None),) * (len(shape) - given)
-    start, stop, rest = [], [], []
-    for part, size in zip((*parts[:at], *every, *parts[at + 1 :]), shape, strict=True):
-        a, b, inner = _range(part, size)
-        start.append(a)
-        stop.append(b)
-        rest.append(inner)
-    return Region(tuple(start), tuple(stop)), tuple(rest)
+    ranges = [*map(_range, (*parts[:at], *every, *parts[at + 1 :]), shape)]
+    start, stop, rest = zip(*ranges, strict=True) if ranges else ((), (), ())
+    return Region(start, stop), rest
 
 
 def _range(part: Any, size: int) -> tuple[int, int, Any]:
@@ -334,9 +329,4 @@ def _range(part: Any, size: int) -> tuple[int, int, Any]:
     if not picked:
         return 0, 0, slice(None)
     low, high = min(picked[0], picked[-1]), max(picked[0], picked[-1])
-    first = picked[0] - low
-    return (
-        low,
-        high + 1,
-        slice(None, None, picked.step) if picked.step > 0 else slice(first, None, picked.step),
-    )
+    return low, high + 1, slice(picked[0] - low, None, picked.step)
