@@ -206,10 +206,6 @@ class OutlineNode:
             left += [(depth + 1, child) for child in reversed(node.children)]
         return found
 
-    @property
-    def leaves(self) -> int:
-        return self.count * (1 if self.line else sum(child.leaves for child in self.children))
-
 
 def outline(lines: Sequence[LeafLine]) -> OutlineNode:
     """Return the root of the tree of these leaves in which everything that repeats is shown once."""

@@ -6,12 +6,13 @@ import math
 import os
 import re
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
-from eformer._engine.formats.find import find, look_at
+from eformer._engine.formats.find import look_at
 from eformer._engine.formats.others.peft import CONFIG, WEIGHTS, with_config
 from eformer._engine.formats.quantized import check_dequant
 from eformer._engine.formats.safetensors.names import SUFFIX, refuse_other_suffix
@@ -36,12 +37,11 @@ from eformer._engine.tools.conversion import Conversion, ConvertedTree, TargetFo
 from eformer._engine.tools.destination import Destination
 from eformer._engine.tools.orbax_writer import plan_orbax, write_checkpoint_metadata, write_tree
 from eformer._engine.tools.view import View
-from eformer._engine.tools.view import open as open_view
 from eformer._version import __version__
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from eformer._engine.formats.found import Found
     from eformer._engine.record.planned import Source
@@ -110,11 +110,14 @@ def convert(
     check_dequant(dequant)
     rules = None if rename is None else rules_from(rename) or None
     with ExitStack() as stack:
-        views = _open(source, prefix, stack)
-        found = find(source)
+        found, views = _open(source, prefix, stack)
         left_out = found.left_out(prefix)
         if left_out and not allow_missing:
-            raise _left_out_error(source, left_out)
+            number = count(len(left_out), "file")
+            raise FormatError(
+                f"{os.fspath(source)}: {number} would be left out, and may hold leaves: {few(left_out)}. Pass "
+                "allow_missing=True to convert the rest"
+            )
         trees = {name: plan_tree(view, rules, dtype, target) for name, view in views.items()}
         if dequant is None:
             _require_numbers(found, trees.values())
@@ -151,22 +154,16 @@ def _target_format(name: str, to: TargetFormat | None) -> TargetFormat:
     return target
 
 
-def _open(source: str | os.PathLike[str], prefix: str | None, stack: ExitStack) -> dict[str, View]:
+def _open(
+    source: str | os.PathLike[str], prefix: str | None, stack: ExitStack
+) -> tuple[Found, dict[str, View]]:
     """Open the trees to convert, by the prefixes that they will have."""
-    prefixes = look_at(source, lambda found: tuple(found.trees))
-    old_prefixes = {"": prefix} if prefix is not None else {name: name for name in prefixes}
-    views = {}
-    for name, old in old_prefixes.items():
-        views[name] = open_view(source, prefix=old)
-        stack.callback(views[name].close)
-    return views
 
+    def opened(found: Found) -> tuple[Found, dict[str, View]]:
+        old_prefixes = {"": prefix} if prefix is not None else {name: name for name in found.trees}
+        return found, {name: stack.enter_context(View(found, old)) for name, old in old_prefixes.items()}
 
-def _left_out_error(source: str | os.PathLike[str], left_out: Sequence[str]) -> FormatError:
-    what = f"{count(len(left_out), 'file')} would be left out, and may hold leaves"
-    return FormatError(
-        f"{os.fspath(source)}: {what}: {few(left_out)}. Pass allow_missing=True to convert the rest"
-    )
+    return look_at(source, opened)
 
 
 # ------------------------------------------------------------------------------------------- planning
@@ -250,7 +247,7 @@ def _write(
 ) -> None:
     options = SaveOptions(staging_bytes=budget)
     if max_shard_bytes is not None:
-        options = SaveOptions(staging_bytes=budget, max_shard_bytes=max_shard_bytes)
+        options = replace(options, max_shard_bytes=max_shard_bytes)
     with place.creating(in_files=target not in ("safetensors", "tensorstore")) as (store, name):
         for prefix, tree in trees.items():
             tree.sources = _with_small_leaves_read(tree, budget // 4)
@@ -275,7 +272,7 @@ def _file(store: Store, name: str) -> Path:
 
 def _with_small_leaves_read(tree: ConvertedTree, room: int) -> list[Source]:
     """Read small leaves ahead in one batch, as many as fit into `room`; return the sources with these in memory."""
-    chosen: list[str] = []
+    chosen: dict[str, StoredLeaf] = {}
     for source in tree.sources:
         ((_, array),) = source.parts
         if (
@@ -284,15 +281,14 @@ def _with_small_leaves_read(tree: ConvertedTree, room: int) -> list[Source]:
             and not array.decoded_nbytes
         ):
             room -= array.entry.nbytes
-            chosen.append(array.name)
-    arrays = tree.view.read_all(chosen)
-    sources = []
-    for source in tree.sources:
-        ((_, array),) = source.parts
-        if isinstance(array, StoredLeaf) and array.name in arrays:
-            source = msgspec.structs.replace(source, whole=arrays[array.name], parts=(), regions=())
-        sources.append(source)
-    return sources
+            chosen[source.name] = array
+    arrays = tree.view.read_all([array.name for array in chosen.values()])
+    return [
+        msgspec.structs.replace(source, whole=arrays[chosen[source.name].name], parts=(), regions=())
+        if source.name in chosen
+        else source
+        for source in tree.sources
+    ]
 
 
 def _write_stream(
@@ -315,7 +311,9 @@ def _save(
     around: Store, name: str, prefix: str, target: Any, converted: ConvertedTree, options: SaveOptions
 ) -> Save:
     hosts, view = Alone(), converted.view
-    written_by = f"eformer {__version__}, converted from {_first_writer(view)}"
+    # Name the program that first wrote the checkpoint, before any conversion.
+    writer = re.sub(r".*converted from ", "", view.tree.written_by) or view.format
+    written_by = f"eformer {__version__}, converted from {writer}"
     tree = new_tree(written_by, converted.structure, view.tree.raw_metadata, converted.raw_values)
     if converted.adapter_config:
         tree = with_config(tree, converted.adapter_config)
@@ -323,9 +321,3 @@ def _save(
     turn = turns.take(around.path_to(name), hosts.name(0))
     sources, converted.sources = converted.sources, []  # the save drops each leaf when it is written
     return Save(store, file, prefix, target, sources, tree, options, hosts, turn)
-
-
-def _first_writer(view: View) -> str:
-    """Name the program that first wrote the checkpoint, before any conversion."""
-    writer = view.tree.written_by
-    return re.sub(r".*converted from ", "", writer) if writer else view.format

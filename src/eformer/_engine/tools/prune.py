@@ -36,6 +36,7 @@ from eformer._engine.record.values import parse_json
 from eformer._engine.record.zarray import ZARRAY
 from eformer._engine.runs.retention import (
     facts_of,
+    identities_of,
     orphaned_scores,
     removable,
     remove_orphaned_scores,
@@ -44,7 +45,7 @@ from eformer._engine.runs.retention import (
 )
 from eformer._engine.runs.steps import Step, found_of, is_foreign
 from eformer._engine.stores.base import read_whole, remove_files
-from eformer._engine.stores.checkpoints import identity_of, sweep
+from eformer._engine.stores.checkpoints import sweep
 from eformer._engine.stores.durable import SCRATCH
 from eformer._engine.stores.leases import LEASES, ids_in
 from eformer._engine.stores.local import is_there, on_disk, usage
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from eformer._engine.formats.found import Found
-    from eformer._engine.record.manifest import Manifest
     from eformer._engine.record.policies import Keep, StepFacts
     from eformer._engine.stores.base import Identity, Kind, Store
 
@@ -201,8 +201,7 @@ def plan_removal(
         raise _nothing_to_prune(store, pattern, left)
     rules = tuple(replace(rule, foreign=True) for rule in rules)  # the rest is in `left`
     facts = [[facts_of(step, rules) for step in one] for one in series]
-    unknown = unknown_metrics((fact for one in facts for fact in one), rules)
-    if strict and unknown:
+    if strict and (unknown := unknown_metrics((fact for one in facts for fact in one), rules)):
         raise ValueError(
             f"{store.url}: {unknown}; nothing was removed. Correct the rule, or score a step first"
         )
@@ -210,7 +209,7 @@ def plan_removal(
     others = {step.name: step for several in chosen for step in several}
     found = [step.name for one in series for step in one]
     removed, stay = [n for n in found if n in others], [n for n in found if n not in others]
-    identities = {name: known for name in removed if (known := _identity(store, name)) is not None}
+    identities = identities_of(store, removed)
     sizes = usage(store, [*identities])
     planned = {
         name: _Planned(identity, sizes[name], _files_in(others[name].path))
@@ -225,43 +224,28 @@ def plan_removal(
 
 def _nothing_to_prune(store: Store, pattern: str | None, left: Mapping[str, str]) -> NotFoundError:
     found = f"; found {few([f'{name}: {why}' for name, why in left.items()])}" if left else ""
-    if pattern is not None:
-        return NotFoundError(f"{store.url} has no checkpoints called {pattern}{found}")
-    advice = "" if left else "; pattern= counts other names, such as 'ema-*'"
-    return NotFoundError(
-        f"{store.url} has no checkpoints named by their steps, such as step-100{found}{advice}"
-    )
-
-
-def _identity(store: Store, name: str) -> Identity | None:
-    """Return the identity of a checkpoint; None if it has gone: the run removes steps, too."""
-    try:
-        return identity_of(store, name)
-    except FileNotFoundError:
-        return None
+    names = "named by their steps, such as step-100" if pattern is None else f"called {pattern}"
+    advice = "" if left or pattern is not None else "; pattern= counts other names, such as 'ema-*'"
+    return NotFoundError(f"{store.url} has no checkpoints {names}{found}{advice}")
 
 
 def _others(
     store: Store, series: Sequence[Step], facts: Sequence[StepFacts], rules: Sequence[Keep], *, check: bool
 ) -> list[Step]:
     """Return the steps that no rule keeps."""
-    now = time.time()
+    now, names = time.time(), few([step.name for step in series])
     found = removable(store, series, facts, rules, now=now)
     warnings = [*warnings_of(facts, rules, now).values()]
     if not can_remove(facts, rules):
-        warnings.append(f"all of {_names(series)} stay: {unknown_metrics(facts, rules)}")
+        warnings.append(f"all of {names} stay: {unknown_metrics(facts, rules)}")
     stay = set() if check else seen_last(series)
     if found and stay.issuperset(step.number for step in series):
         warnings.append(
-            f"all of {_names(series)} stay: they would have to be copied to be looked at, as check=True does"
+            f"all of {names} stay: they would have to be copied to be looked at, as check=True does"
         )
     for warning in warnings:
         logger.warning("%s: %s", store.url, warning)
     return [step for step in found if step.number not in stay]
-
-
-def _names(series: Sequence[Step]) -> str:
-    return few([step.name for step in series])
 
 
 def _files_in(path: str) -> frozenset[str]:
@@ -289,7 +273,8 @@ def _files_of(found: Found, there: Collection[str]) -> set[str]:
     named |= {CHECKPOINTER_FILE} if _is_of_checkpointer(found) else set()
     if found.manifest.format == ARRAYS and INDEX in there:
         named |= {_OF_ORIGINAL, *(f"{prefix}{_STRUCTURE}" for prefix in found.trees)}
-    saves = _saves_of(found.manifest)
+    log = found.manifest.log or CommitLog()
+    saves = {*found.manifest.save_ids, *log.done, *log.dead}
     databases = [f"{glob.escape(root)}/{name}" for root in roots for name in _OF_DATABASES]
     return {
         path
@@ -300,12 +285,6 @@ def _files_of(found: Found, there: Collection[str]) -> set[str]:
         or _is_beside(path, known)
         or _matches(path, databases)
     }
-
-
-def _saves_of(manifest: Manifest) -> set[str]:
-    """Return the ids of the saves that a manifest knows."""
-    log = manifest.log or CommitLog()
-    return {*(tree.save_id for tree in manifest.trees.values()), *log.done, *log.dead}
 
 
 def _is_of_saves(path: str, saves: Collection[str], *, has_leases: bool) -> bool:
