@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from contextlib import ExitStack
+import shutil
+import tempfile
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -24,8 +26,10 @@ from eformer._engine.record.text import count, few, size
 from eformer._engine.saving.commit import new_tree
 from eformer._engine.saving.run import Save, carry_out
 from eformer._engine.saving.staging import Staging
-from eformer._engine.stores.durable import replacing
-from eformer._engine.stores.local import on_disk
+from eformer._engine.stores.base import publish
+from eformer._engine.stores.durable import make_directories, replacing
+from eformer._engine.stores.local import LocalStore, appearing, on_disk
+from eformer._engine.stores.locate import store_at
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tasks.memory import resident_bytes
 from eformer._engine.tasks.pool import default_threads
@@ -34,14 +38,13 @@ from eformer._engine.tasks.turns import turns
 from eformer._engine.tools import sequential_writers
 from eformer._engine.tools.adapter import plan_adapter
 from eformer._engine.tools.conversion import Conversion, ConvertedTree, TargetFormat, plan_tree, summarize
-from eformer._engine.tools.destination import Destination
 from eformer._engine.tools.orbax_writer import plan_orbax, write_checkpoint_metadata, write_tree
 from eformer._engine.tools.view import View
 from eformer._version import __version__
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from eformer._engine.formats.found import Found
     from eformer._engine.record.planned import Source
@@ -56,6 +59,7 @@ _PER_LEAF = {"tensorstore": 3500}  # bytes, for a leaf's plan and record; measur
 _PER_LEAF_ELSE = 1500
 _DECODING = 3.3  # times a chunk: as stored, decoded, and copied to its place, with some margin
 _SMALL = 2**16
+_CHUNK = 4 * 2**20  # bytes of a file that are read at once to be uploaded
 
 
 @uninterrupted
@@ -103,7 +107,7 @@ def convert(
         >>> convert("model.msgpack", "model.safetensors", dry_run=True).notes
         ('the source has no digests: its bytes could be read, but not checked',)
     """
-    place = Destination(destination)
+    place = _Destination(destination)
     target = _target_format(place.name, to)
     if config is not None and target != "peft":
         raise ValueError(f"config= is for to='peft', and the target is {target}")
@@ -238,7 +242,7 @@ def _budget(memory: int | None, trees: Mapping[str, ConvertedTree], target: Targ
 
 
 def _write(
-    place: Destination,
+    place: _Destination,
     target: TargetFormat,
     trees: Mapping[str, ConvertedTree],
     budget: int,
@@ -321,3 +325,80 @@ def _save(
     turn = turns.take(around.path_to(name), hosts.name(0))
     sources, converted.sources = converted.sources, []  # the save drops each leaf when it is written
     return Save(store, file, prefix, target, sources, tree, options, hosts, turn)
+
+
+# ------------------------------------------------------------------------------------------- destination
+
+
+class _Destination:
+    """A place where nothing is yet.
+
+    On this machine a checkpoint appears as a whole, when it is complete. In a bucket each tree is committed by its
+    index, one after the other, and other files are uploaded when they are complete.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        store = store_at(path)
+        self._where = where.absolute() if (where := on_disk(store)) else None
+        self._store = store if self._where is None else LocalStore(self._where)
+        self._around, self.name = self._store.parent()
+        if self.name in ("", ".."):
+            raise ValueError(f"{os.fspath(path)!r} does not name a file or directory to create")
+
+    def require_free(self, nbytes: int) -> None:
+        """Raise if something is there, or if there is not enough space for so many bytes."""
+        where = self._where
+        is_taken = self._around.kind(self.name) is not None if where is None else not _is_free(where)
+        if is_taken:
+            raise FileExistsError(
+                f"{where or self._store.url} already exists; a conversion creates a new checkpoint: choose another path"
+            )
+        if where is not None:
+            existing = next(parent for parent in where.parents if parent.exists())
+            free = shutil.disk_usage(existing).free
+            if nbytes > free:
+                raise OSError(
+                    f"not enough space for {where}: it takes {size(nbytes)}, {existing} has {size(free)} left"
+                )
+
+    @contextmanager
+    def creating(self, *, in_files: bool) -> Iterator[tuple[Store, str]]:
+        """Yield the store around the new checkpoint and the name that it gets there.
+
+        With `in_files` the store is one of this machine, where any file can be written under that name.
+        """
+        if self._where is not None:
+            make_directories(self._where.parent)
+            with appearing(self._where) as path:
+                yield LocalStore(path.parent), path.name
+        elif in_files:
+            with tempfile.TemporaryDirectory(prefix="eformer-convert-") as folder:
+                yield LocalStore(Path(folder)), self.name
+                _upload(Path(folder), self._around)
+        else:
+            yield self._around, self.name
+
+
+def _is_free(where: Path) -> bool:
+    """Tell whether nothing is at a path, or an empty directory that can be replaced."""
+    if where.is_dir() and not where.is_symlink() and not where.is_mount():
+        return not any(where.iterdir())
+    return not os.path.lexists(where)
+
+
+def _upload(folder: Path, store: Store) -> None:
+    """Upload all files below a directory, which appear together."""
+    files = {
+        path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()
+    }
+    with closing(store.begin()) as upload:
+        for name, path in files.items():
+            upload.stream(name, path.stat().st_size, _chunks(path))
+        upload.sync()
+        publish(upload, files)
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            yield chunk

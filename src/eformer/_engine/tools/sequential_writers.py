@@ -60,11 +60,9 @@ def write_npz(
 
 def _members(names: Sequence[str]) -> dict[str, str]:
     """Choose the names of npz members: the leaves' keys, unless two keys would read the same."""
-    plain = {name: readable(name) for name in names if name != BARE_LEAF}
-    plain |= {name: _BARE for name in names if name == BARE_LEAF}
+    plain = {name: _BARE if name == BARE_LEAF else readable(name) for name in names}
     count = Counter(plain.values())
-    is_text = {name: text.isprintable() and count[text] == 1 for name, text in plain.items()}
-    return {name: text if is_text[name] else name for name, text in plain.items()}
+    return {name: text if text.isprintable() and count[text] == 1 else name for name, text in plain.items()}
 
 
 def renamed_in_npz(sources: Sequence[Source], values: Mapping[str, Any]) -> list[str]:
