@@ -222,16 +222,15 @@ class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):
         dtypes = Counter[str]()
         for entry in entries:
             dtypes[entry.logical_dtype] += entry.nbytes
-        parameters = sum(math.prod(entry.logical_shape) for entry in entries)
         return TreeSummary(
-            prefix,
-            self.written_by,
-            self.saved_at,
-            parameters,
-            len(entries),
-            self.nbytes,
-            dict(dtypes.most_common()),
-            lines,
+            prefix=prefix,
+            written_by=self.written_by,
+            saved_at=self.saved_at,
+            parameters=sum(math.prod(entry.logical_shape) for entry in entries),
+            arrays=len(entries),
+            nbytes=self.nbytes,
+            dtypes=dict(dtypes.most_common()),
+            lines=lines,
         )
 
     def _shown(self) -> tuple[str, Sequence[TreeSummary], Sequence[str]]:

@@ -27,11 +27,10 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Sequence
 
-    import numpy as np
-
     from eformer._engine.formats.found import Found
     from eformer._engine.loading.read_plan import Want
     from eformer._engine.tasks.progress import Meter, Progress
+    from eformer._engine.tools.compare import Array
 
 _BOX_BYTES = 16 * 2**20  # of each side in memory at once; differences are computed in wider numbers
 _BATCH_BYTES = 64 * 2**20
@@ -174,9 +173,7 @@ class _Side(View):
         with reading(found):
             super().__init__(found, prefix)
 
-    def _fetch(
-        self, wants: Sequence[Want], threads: int | None = None
-    ) -> list[Sequence[np.ndarray[Any, Any]]]:
+    def _fetch(self, wants: Sequence[Want], threads: int | None = None) -> list[Sequence[Array]]:
         with reading(self._found):
             return super()._fetch(wants, threads)
 

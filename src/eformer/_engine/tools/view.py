@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from eformer._engine.stores.cache import Cached
     from eformer._engine.stores.keys import Key
 
+Array = np.ndarray[Any, Any]
+
 
 class Inspected(Manifest, frozen=True, kw_only=True):
     """The record of a checkpoint, with the files in its directory that are not read and may hold leaves.
@@ -209,29 +211,23 @@ class View(Shown, Mapping[str, Any]):
     def _shown(self) -> tuple[str, Sequence[TreeSummary], Sequence[str]]:
         return f"{self._path} ({self.format})", [self._tree.summary(self._prefix)], self.left_out
 
-    def read(
-        self, name: str, entry: LeafEntry, region: Region, threads: int | None = None
-    ) -> np.ndarray[Any, Any]:
+    def read(self, name: str, entry: LeafEntry, region: Region, threads: int | None = None) -> Array:
         ((array,),) = self._fetch([Want(name, entry, entry.dtype, [region])], threads)
         return array
 
-    def read_all(self, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
+    def read_all(self, names: Sequence[str]) -> dict[str, Array]:
         """Read the arrays of these `names` at once, which is much faster than one by one if they are small."""
         wants = [Want(name, entry := self._entries[name], entry.dtype) for name in names]
         return {name: array for name, (array,) in zip(names, self._fetch(wants), strict=True)}
 
     @uninterrupted
-    def _fetch(
-        self, wants: Sequence[Want], threads: int | None = None
-    ) -> list[Sequence[np.ndarray[Any, Any]]]:
+    def _fetch(self, wants: Sequence[Want], threads: int | None = None) -> list[Sequence[Array]]:
         if not self._is_open:
             raise ValueError(f"the view of {self._path} is closed")
         try:
-            store = self._found.store
-            reads = plan_reads(wants, self._tree, store.read_bytes)
-            arrays = fetch(
-                reads, wants, self._tree, self._files, threads or store.read_threads, path_to=store.path_to
-            )
+            store, tree = self._found.store, self._tree
+            reads, threads = plan_reads(wants, tree, store.read_bytes), threads or store.read_threads
+            arrays = fetch(reads, wants, tree, self._files, threads, path_to=store.path_to)
         except CorruptionError as error:
             if was_replaced(self._found):
                 raise FileNotFoundError(
@@ -283,15 +279,15 @@ class LeafView:
             raise TypeError("len() of a leaf without axes")
         return self.shape[0]
 
-    def __getitem__(self, index: Any) -> np.ndarray[Any, Any]:
+    def __getitem__(self, index: Any) -> Array:
         """Read as numpy indexes: integers, slices and an ellipsis."""
         region, rest = _box(index, self.shape)
         box = self._view.read(self.name, self.entry, region)
-        array: np.ndarray[Any, Any] = box[rest]
+        array: Array = box[rest]
         # A few rows must not keep the whole box.
         return array.copy() if 2 * array.size < box.size else array
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if copy is False:
             raise ValueError("copy=False is impossible: reading a leaf from disk always makes a copy")
         return np.asarray(self[...], dtype)
