@@ -174,8 +174,9 @@ def verify(paths: tuple[str, ...], step: int | None, key: str | None, as_json: b
         else:
             checked.append(_report_facts(report))
             codes.append(0 if report.ok else 1)
-            for each in () if as_json or quiet else report.steps or (report,):
-                say(str(each), "green" if each.ok else "red")
+            if not (as_json or quiet):
+                for each in report.steps or (report,):
+                    say(str(each), "green" if each.ok else "red")
     if as_json:
         print_json(checked[0] if len(paths) == 1 else checked)
     if any(codes):
@@ -269,11 +270,15 @@ _MOST_NOTES = 20
     help="The target format.",
 )
 @click.option("--dtype", help="Cast floating leaves: bf16, fp16, float32, ...")
-@click.option("--max-shard-size", type=Size(), help="The most bytes in one safetensors file, such as 5GB.")
+@click.option(
+    "--max-shard-size",
+    "max_shard_bytes",
+    type=Size(),
+    help="The most bytes in one safetensors file, such as 5GB.",
+)
 @click.option("--prefix", help="Convert only this tree, and store it without a prefix.")
 @click.option(
     "--rename",
-    "rules",
     type=click.Path(exists=True, dir_okay=False),
     help="A file of rules for new names and shapes.",
 )
@@ -300,17 +305,12 @@ _MOST_NOTES = 20
 def convert(
     source: str,
     destination: str,
-    to: Any,
-    dtype: str | None,
-    max_shard_size: int | None,
-    prefix: str | None,
-    rules: str | None,
+    *,
     settings: tuple[str, ...],
-    allow_missing: bool,
     no_dequant: bool,
     dry_run: bool,
-    memory: int,
     as_json: bool,
+    **arguments: Any,
 ) -> None:
     """Convert the checkpoint at SOURCE to a new checkpoint at DESTINATION, which appears complete or not at all.
 
@@ -337,17 +337,11 @@ def convert(
     done = carry_out(
         source,
         destination,
-        to=to,
-        prefix=prefix,
-        rename=rules,
-        dtype=dtype,
         config=_parse_settings(settings),
-        max_shard_bytes=max_shard_size,
-        memory=memory,
         dry_run=dry_run,
-        allow_missing=allow_missing,
         dequant=False if no_dequant else None,
         progress=wants_bar(as_json),
+        **arguments,
     )
     if as_json:
         facts = picked(done, "source", "destination", "to", "nbytes", "notes", "kept", "leaves")
