@@ -34,15 +34,7 @@ from eformer._engine.record.step_names import STEPS, StepNames, step_number
 from eformer._engine.record.text import few
 from eformer._engine.record.values import parse_json
 from eformer._engine.record.zarray import ZARRAY
-from eformer._engine.runs.retention import (
-    facts_of,
-    identities_of,
-    orphaned_scores,
-    removable,
-    remove_orphaned_scores,
-    remove_step,
-    seen_last,
-)
+from eformer._engine.runs import retention
 from eformer._engine.runs.steps import Step, found_of, is_foreign
 from eformer._engine.stores.base import read_whole, remove_files
 from eformer._engine.stores.checkpoints import sweep
@@ -200,7 +192,7 @@ def plan_removal(
     if not series:
         raise _nothing_to_prune(store, pattern, left)
     rules = tuple(replace(rule, foreign=True) for rule in rules)  # the rest is in `left`
-    facts = [[facts_of(step, rules) for step in one] for one in series]
+    facts = [[retention.facts_of(step, rules) for step in one] for one in series]
     if strict and (unknown := unknown_metrics((fact for one in facts for fact in one), rules)):
         raise ValueError(
             f"{store.url}: {unknown}; nothing was removed. Correct the rule, or score a step first"
@@ -209,7 +201,7 @@ def plan_removal(
     others = {step.name: step for several in chosen for step in several}
     found = [step.name for one in series for step in one]
     removed, stay = [n for n in found if n in others], [n for n in found if n not in others]
-    identities = identities_of(store, removed)
+    identities = retention.identities_of(store, removed)
     sizes = usage(store, [*identities])
     planned = {
         name: _Planned(identity, sizes[name], _files_in(others[name].path))
@@ -218,7 +210,7 @@ def plan_removal(
     other_files = {
         name: files for name, one in planned.items() if (files := _other_files(others[name], one.files))
     }
-    scores, nbytes = (*orphaned_scores(store),), sum(sizes.values())
+    scores, nbytes = (*retention.orphaned_scores(store),), sum(sizes.values())
     return Pruned(store.url, (*planned,), (*stay,), left, nbytes, other_files, scores, planned)
 
 
@@ -234,11 +226,11 @@ def _others(
 ) -> list[Step]:
     """Return the steps that no rule keeps."""
     now, names = time.time(), few([step.name for step in series])
-    found = removable(store, series, facts, rules, now=now)
+    found = retention.removable(store, series, facts, rules, now=now)
     warnings = [*warnings_of(facts, rules, now).values()]
     if not can_remove(facts, rules):
         warnings.append(f"all of {names} stay: {unknown_metrics(facts, rules)}")
-    stay = set() if check else seen_last(series)
+    stay = set() if check else retention.seen_last(series)
     if found and stay.issuperset(step.number for step in series):
         warnings.append(
             f"all of {names} stay: they would have to be copied to be looked at, as check=True does"
@@ -354,7 +346,7 @@ def remove(plan: Pruned) -> Pruned:
         for name, planned in plan.planned.items():
             with suppress(FileNotFoundError):  # the run has removed it
                 _refuse_new_files(store, name, planned.files)
-                if why := remove_step(store, name, planned.identity):
+                if why := retention.remove_step(store, name, planned.identity):
                     held[name] = why
                     continue
             removed.append(name)
@@ -387,7 +379,7 @@ def _sweep(store: Store, removed: Collection[str], known: Collection[str]) -> No
     for name, kind in store.kinds().items():
         if kind == "directory" and name not in known and step_number(name) is not None:
             sweep(store, name)
-    remove_orphaned_scores(store, removed)
+    retention.remove_orphaned_scores(store, removed)
 
 
 def _refuse_checkpoint(store: Store) -> None:
