@@ -85,9 +85,8 @@ class MismatchError(EformerError, ValueError):
     """The data and the target disagree. `problems` has one line for each difference, `advice` says what would help."""
 
     def __init__(self, problems: Sequence[str], context: str = "", advice: str = "") -> None:
-        super().__init__(
-            tuple(problems), context, advice
-        )  # as arguments, so that the error survives being pickled
+        # As arguments, so that the error survives being pickled.
+        super().__init__(tuple(problems), context, advice)
         self.problems = tuple(problems)
         self.context = context
         self.advice = advice

@@ -12,20 +12,19 @@ import click
 
 from eformer._engine.record.text import printable
 from eformer._version import __version__
-from eformer.cli.buckets import store_option
+from eformer.cli import options
 from eformer.cli.group import (
     Commands,
     Size,
-    colours,
     exit_code,
+    picked,
     print_error,
     print_json,
+    say,
     wants_bar,
     with_options,
 )
-from eformer.cli.report import report
-from eformer.cli.rules import keep_options, rules_from
-from eformer.cli.serve import serve
+from eformer.cli.pages import report, serve
 
 if TYPE_CHECKING:
     from eformer._engine.tools.prune import Pruned
@@ -57,10 +56,10 @@ def main(debug: bool) -> None:  # noqa: ARG001  read by the group
 
 
 @main.command()
-@click.argument("path", type=click.Path())
+@options.path
 @click.argument("name", required=False)
-@click.option("--prefix", help="Only this tree, if there are several.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@options.prefix
+@options.as_json
 @click.option("--svg", type=click.Path(dir_okay=False), help="Write an SVG image to this file instead.")
 def inspect(path: str, name: str | None, prefix: str | None, as_json: bool, svg: str | None) -> None:
     """Show the format, the metadata and the tree of the checkpoint at PATH, or only the leaves that NAME finds.
@@ -95,10 +94,10 @@ def inspect(path: str, name: str | None, prefix: str | None, as_json: bool, svg:
 
 
 @main.command("ls")
-@click.argument("path", type=click.Path())
+@options.path
 @click.argument("name", required=False)
-@click.option("--prefix", help="Only this tree, if there are several.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@options.prefix
+@options.as_json
 def list_leaves(path: str, name: str | None, prefix: str | None, as_json: bool) -> None:
     """List the leaves of the checkpoint at PATH, or only those that NAME finds, one line each.
 
@@ -141,7 +140,7 @@ def list_leaves(path: str, name: str | None, prefix: str | None, as_json: bool) 
     "--key", type=click.Path(exists=True, dir_okay=False), help="A public key: check the signature."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: an object, for several paths a list.")
-@click.option("--quiet", "-q", is_flag=True, help="Print nothing; only set the exit code.")
+@options.quiet
 def verify(paths: tuple[str, ...], step: int | None, key: str | None, as_json: bool, quiet: bool) -> None:
     """Check every byte of the checkpoints at PATH against their digests. Of a run, all steps are checked.
 
@@ -176,40 +175,33 @@ def verify(paths: tuple[str, ...], step: int | None, key: str | None, as_json: b
             checked.append(_report_facts(report))
             codes.append(0 if report.ok else 1)
             if not (as_json or quiet):
-                _show_report(report)
+                for each in report.steps or (report,):
+                    say(str(each), "green" if each.ok else "red")
     if as_json:
         print_json(checked[0] if len(paths) == 1 else checked)
     if any(codes):
         sys.exit(1 if 1 in codes else 2)
 
 
-def _show_report(report: Report) -> None:
-    for each in report.steps or (report,):
-        lines = "\n".join(map(printable, str(each).split("\n")))
-        click.secho(lines, fg="green" if each.ok else "red", color=colours())
-
-
 def _report_facts(report: Report) -> dict[str, Any]:
     """Return what a report says; of a run, also the reports of its steps."""
-    names = (
-        "path", "trees", "leaves", "nbytes", "has_digests", "has_checksums", "left_out", "is_signed", "signed_by", "ok",
-    )  # fmt: skip
-    facts = {name: getattr(report, name) for name in names}
-    facts["damages"] = [
-        {name: getattr(damage, name) for name in damage.__slots__} for damage in report.damages
-    ]
+    facts = picked(
+        report,
+        *("path", "trees", "leaves", "nbytes", "has_digests", "has_checksums", "left_out"),
+        *("is_signed", "signed_by", "ok", "damages"),
+    )
     return facts | ({"steps": [_report_facts(step) for step in report.steps]} if report.steps else {})
 
 
 @main.command()
-@click.argument("path", type=click.Path())
+@options.path
 @click.option(
     "--key",
     required=True,
     type=click.Path(exists=True, dir_okay=False),
     help="A private key of Ed25519, in PEM.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@options.as_json
 def sign(path: str, key: str, as_json: bool) -> None:
     """Sign the checkpoint at PATH: who has the public key finds every byte and file that is changed, added or removed.
 
@@ -232,15 +224,15 @@ def sign(path: str, key: str, as_json: bool) -> None:
     if as_json:
         print_json({"signature": signature})
     else:
-        click.secho(f"signed: {printable(signature)}", fg="green", color=colours())
+        say(f"signed: {signature}", "green")
 
 
 @main.command()
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path())
-@click.option("--prefix", help="Only this tree, if there are several.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--quiet", "-q", is_flag=True, help="Print nothing; only set the exit code.")
+@options.prefix
+@options.as_json
+@options.quiet
 def diff(a: str, b: str, prefix: str | None, as_json: bool, quiet: bool) -> None:
     """Compare the checkpoints at A and B: leaves, shapes, dtypes, values.
 
@@ -255,16 +247,13 @@ def diff(a: str, b: str, prefix: str | None, as_json: bool, quiet: bool) -> None
 
     found = compare(a, b, prefix=prefix, progress=wants_bar(quiet))
     if as_json:
-        names = ("a", "b", "same", "added", "removed", "unchanged", "notes")
-        changed = [{name: getattr(change, name) for name in change.__slots__} for change in found.changed]
-        print_json({name: getattr(found, name) for name in names} | {"changed": changed})
+        print_json(picked(found, "a", "b", "same", "added", "removed", "unchanged", "notes", "changed"))
     elif not quiet:
         shades = {"-": "red", "+": "green", "~": "yellow", "!": "cyan"}
         loud = sum(change.became > 0 for change in found.changed)  # these lines follow the headline
         for n, line in enumerate(str(found).split("\n")):
             is_loud = 1 <= n <= loud
-            shade = "red" if is_loud else shades.get(line[:1])
-            click.secho(printable(line), fg=shade, bold=is_loud or None, color=colours())
+            say(line, "red" if is_loud else shades.get(line[:1]), bold=is_loud or None)
     if not found.same:
         sys.exit(1)
 
@@ -281,11 +270,15 @@ _MOST_NOTES = 20
     help="The target format.",
 )
 @click.option("--dtype", help="Cast floating leaves: bf16, fp16, float32, ...")
-@click.option("--max-shard-size", type=Size(), help="The most bytes in one safetensors file, such as 5GB.")
+@click.option(
+    "--max-shard-size",
+    "max_shard_bytes",
+    type=Size(),
+    help="The most bytes in one safetensors file, such as 5GB.",
+)
 @click.option("--prefix", help="Convert only this tree, and store it without a prefix.")
 @click.option(
     "--rename",
-    "rules",
     type=click.Path(exists=True, dir_okay=False),
     help="A file of rules for new names and shapes.",
 )
@@ -308,21 +301,16 @@ _MOST_NOTES = 20
 @click.option(
     "--memory", type=Size(), default="2GB", show_default=True, help="The most memory that the program takes."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@options.as_json
 def convert(
     source: str,
     destination: str,
-    to: Any,
-    dtype: str | None,
-    max_shard_size: int | None,
-    prefix: str | None,
-    rules: str | None,
+    *,
     settings: tuple[str, ...],
-    allow_missing: bool,
     no_dequant: bool,
     dry_run: bool,
-    memory: int,
     as_json: bool,
+    **arguments: Any,
 ) -> None:
     """Convert the checkpoint at SOURCE to a new checkpoint at DESTINATION, which appears complete or not at all.
 
@@ -349,28 +337,18 @@ def convert(
     done = carry_out(
         source,
         destination,
-        to=to,
-        prefix=prefix,
-        rename=rules,
-        dtype=dtype,
         config=_parse_settings(settings),
-        max_shard_bytes=max_shard_size,
-        memory=memory,
         dry_run=dry_run,
-        allow_missing=allow_missing,
         dequant=False if no_dequant else None,
         progress=wants_bar(as_json),
+        **arguments,
     )
     if as_json:
-        leaves = {
-            prefix: [{name: getattr(leaf, name) for name in leaf.__slots__} for leaf in converted]
-            for prefix, converted in done.leaves.items()
-        }
-        names = ("source", "destination", "to", "nbytes", "notes", "kept")
-        print_json({name: getattr(done, name) for name in names} | {"leaves": leaves, "dry_run": dry_run})
+        facts = picked(done, "source", "destination", "to", "nbytes", "notes", "kept", "leaves")
+        print_json(facts | {"dry_run": dry_run})
         return
     first, *lines = str(done).split("\n")
-    click.secho(printable(first), bold=True, color=colours())
+    say(first, bold=True)
     if not dry_run:
         lines = [f"! {note}" for note in done.notes[:_MOST_NOTES]]
         if (more := len(done.notes) - _MOST_NOTES) > 0:
@@ -378,7 +356,7 @@ def convert(
         if done.kept:
             lines.append(f"! {count(len(done.kept), 'name')} matched by no rule and kept")
     for line in lines:
-        click.secho(printable(line), fg="cyan" if line.startswith("!") else None, color=colours())
+        say(line, "cyan" if line.startswith("!") else None)
 
 
 def _parse_settings(settings: tuple[str, ...]) -> dict[str, Any] | None:
@@ -408,7 +386,7 @@ def _read_settings(path: str) -> dict[str, Any]:
 
 @main.command()
 @click.argument("directory", type=click.Path())
-@keep_options
+@options.keep
 @click.option(
     "--pattern",
     metavar="NAME",
@@ -442,7 +420,7 @@ def prune(
 
     if as_json and not (yes or dry_run):
         raise click.UsageError("--json cannot ask for confirmation: add --yes or --dry-run")
-    if not (rules := rules_from(**keep)):
+    if not (rules := options.rules_from(**keep)):
         raise click.UsageError("say which checkpoints stay, such as --keep 3")
     plan = carry_out(directory, keep=rules, pattern=pattern, check=check, dry_run=True)
     if not as_json:
@@ -454,33 +432,32 @@ def prune(
         held, plan = plan.removed, remove(plan)
         for name in held if not as_json else ():
             if name not in plan.removed:
-                click.secho(printable(f"leave   {name}: {plan.left[name]}"), fg="cyan", color=colours())
+                say(f"leave   {name}: {plan.left[name]}", "cyan")
         what = f"{count(len(plan.removed), 'checkpoint')}, {size(plan.nbytes)}"
     if as_json:
-        names = ("directory", "removed", "kept", "left", "other_files", "scores", "nbytes")
-        print_json({name: getattr(plan, name) for name in names} | {"dry_run": dry_run})
+        facts = picked(plan, "directory", "removed", "kept", "left", "other_files", "scores", "nbytes")
+        print_json(facts | {"dry_run": dry_run})
     elif plan.removed and not dry_run:
         click.echo(f"removed {what}")
 
 
 def _show_plan(plan: Pruned) -> None:
     for name in plan.kept:
-        click.echo(f"keep    {printable(name)}")
+        say(f"keep    {name}")
     for name, why in plan.left.items():
-        line = printable(f"leave   {name}: {with_options(why)}")
-        click.secho(line, fg="cyan", color=colours())
+        say(f"leave   {name}: {with_options(why)}", "cyan")
     for name in plan.removed:
-        click.secho(f"remove  {printable(name)}", fg="red", color=colours())
+        say(f"remove  {name}", "red")
         for file in plan.other_files.get(name, ()):
-            click.secho(printable(f"        with {file}, which is not part of it"), fg="red", color=colours())
+            say(f"        with {file}, which is not part of it", "red")
     for file in plan.scores:
-        click.secho(printable(f"remove  {file}: its checkpoint has gone"), fg="red", color=colours())
+        say(f"remove  {file}: its checkpoint has gone", "red")
 
 
 @main.command()
 @click.argument("run", type=click.Path())
-@keep_options
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@options.keep
+@options.as_json
 def steps(run: str, as_json: bool, **keep: Any) -> None:
     """List the steps of RUN: when and why each was saved, its size, and its metrics.
 
@@ -495,12 +472,12 @@ def steps(run: str, as_json: bool, **keep: Any) -> None:
     from eformer._engine.pages.timeline import step_facts
     from eformer._engine.record.text import size
 
-    found = step_facts(run, rules_from(**keep))
+    found = step_facts(run, options.rules_from(**keep))
     if as_json:
         print_json({"run": run, "steps": found})
         return
     if not found:
-        click.echo(printable(f"no steps in {run}"))
+        say(f"no steps in {run}")
     for step in found:
         metrics = " ".join(f"{name}={value:.6g}" for name, value in step["metrics"].items())
         parts = [
@@ -513,9 +490,9 @@ def steps(run: str, as_json: bool, **keep: Any) -> None:
         ]
         line = "  ".join(filter(None, parts))
         if step["problem"]:
-            click.secho(printable(f"{line}  damaged: {step['problem']}"), fg="red", color=colours())
+            say(f"{line}  damaged: {step['problem']}", "red")
         else:
-            click.echo(printable(f"{line}  would be removed" if step["is_removed"] else line))
+            say(f"{line}  would be removed" if step["is_removed"] else line)
 
 
 @main.command()
@@ -554,7 +531,7 @@ def demo(directory: str | None) -> None:
     }
     if directory is None:
         tries = {"demo ./demo": "run it again and keep the files"} | tries
-    click.secho("\nTry next:", bold=True, color=colours())
+    say("\nTry next:", bold=True)
     width = max(map(len, tries))
     for command, what in tries.items():
         click.echo(f"  eformer {command:<{width}}   {what}")
@@ -581,4 +558,4 @@ main.add_command(report)
 main.add_command(serve)
 
 for _command in (inspect, list_leaves, verify, diff, convert, prune, steps, report, serve):
-    _command.params.append(store_option())
+    options.store(_command)

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,18 +21,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def print_error(problem: str) -> None:
-    """Print an error in red to standard error."""
-    lines = "\n".join(map(printable, problem.split("\n")))
-    click.secho(f"error: {lines}", fg="red", err=True, color=colours())
-
-
 _INTERRUPTED = 130  # the exit code that shells use
 
 
-def colours() -> bool | None:
-    """Allow colours on terminals, unless NO_COLOR is set: https://no-color.org"""
-    return False if os.environ.get("NO_COLOR") else None
+def say(text: str, colour: str | None = None, *, bold: bool | None = None, err: bool = False) -> None:
+    """Print lines that may have names in them. Colour them on terminals, unless NO_COLOR is set: https://no-color.org"""
+    lines = "\n".join(map(printable, text.split("\n")))
+    allowed = False if os.environ.get("NO_COLOR") else None
+    click.secho(lines, fg=colour, bold=bold, err=err, color=allowed)
+
+
+def print_error(problem: str) -> None:
+    """Print an error in red to standard error."""
+    say(f"error: {problem}", "red", err=True)
 
 
 # Arguments of the functions, as options of the command line.
@@ -155,8 +157,15 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(_as_json(value), indent=1, allow_nan=False))
 
 
+def picked(record: Any, *names: str) -> dict[str, Any]:
+    """Return some facts of a record, by name."""
+    return {name: getattr(record, name) for name in names}
+
+
 def _as_json(value: Any) -> Any:
-    """Convert to strict JSON: keys are strings, and numbers that JSON lacks become strings."""
+    """Convert to strict JSON: records are objects, keys are strings, and numbers that JSON lacks become strings."""
+    if is_dataclass(value):
+        value = picked(value, *(field.name for field in fields(value)))
     if isinstance(value, dict):
         return {key if isinstance(key, str) else repr(key): _as_json(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

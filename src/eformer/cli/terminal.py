@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import re
 import shutil
 import sys
@@ -15,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from eformer._engine.record.outline import OutlineNode, outline
+from eformer._engine.record.outline import LeafLine, OutlineNode, outline
 from eformer._engine.record.text import bar, count, few, printable, shortened, size
 
 if TYPE_CHECKING:
@@ -70,17 +69,11 @@ def show_checkpoint(facts: Facts, trees: dict[str, TreeEntry], on: Console) -> N
 def show_tree(prefix: str, facts: Facts, tree: TreeEntry, on: Console) -> None:
     """Print one tree: its facts, then the folded outline."""
     about = Table.grid(padding=(0, 2))
-    if prefix:
-        about.add_row("prefix", Text(printable(prefix), style="bold"))
-    written = ", ".join(filter(None, (facts["written_by"], facts["saved_at"])))
-    if written:
-        about.add_row("written by", Text(printable(written)))
-    amount = f"{count(facts['arrays'], 'array')}, {count(facts['parameters'], 'parameter')}, {size(facts['bytes'])}"
-    if facts["values"]:
-        amount += f", {count(facts['values'], 'plain value')}"
-    about.add_row("holds", amount)
-    dtypes = ", ".join(f"{name} {size(d['bytes'])}" for name, d in facts["dtypes"].items())
-    about.add_row("dtypes", Text(printable(dtypes)))
+    summary = tree.summary(prefix)
+    for label, text in summary.facts():
+        about.add_row(label, Text(printable(text), style="bold" if label == "prefix" else ""))
+    if not summary.dtypes:
+        about.add_row("dtypes", "")
     shardings = {text: number for text, number in facts["shardings"].items() if text != "one device"}
     for text, number in shardings.items():
         about.add_row("sharded", Text(printable(f"{text}: {count(number, 'array')}")))
@@ -89,7 +82,7 @@ def show_tree(prefix: str, facts: Facts, tree: TreeEntry, on: Console) -> None:
         about.add_row("metadata", Text(printable(shortened(f"{name} = {value!r}", 100))))
     on.print(about)
     on.print()
-    on.print(tree_of(tree, on))
+    on.print(tree_of(summary.lines, on))
 
 
 def _settings(metadata: Facts) -> Iterator[tuple[str, Any]]:
@@ -109,12 +102,13 @@ def _digests(facts: Facts) -> str:
     return "none: damage cannot be detected"
 
 
-def tree_of(tree: TreeEntry, on: Console) -> Tree:
+def tree_of(lines: Sequence[LeafLine], on: Console) -> Tree:
     """Build the folded tree, with sizes and bars in aligned columns. Without room for both beside the shapes, the bars
     are dropped first, then the sizes."""
-    root = outline(tree.lines())
+    root = outline(lines)
     whole = max(1, root.nbytes)
-    rows = list(itertools.islice(_rows(root.children or [root], 0), _MOST_ROWS))
+    every = root.rows() or [(0, root)]
+    rows = every[:_MOST_ROWS]
     needed = max(
         (_INDENT * depth + _label(node, on).cell_len for depth, node in rows if node.nbytes), default=0
     )
@@ -131,15 +125,9 @@ def tree_of(tree: TreeEntry, on: Console) -> Tree:
             part = bar(node.nbytes / whole, _BAR, ascii_only=on.options.ascii_only)
             label.append(f" {part}", style="blue")
         branches[depth + 1 :] = [branches[depth].add(label)]
-    if (hidden := root.rows - 1 - len(rows)) > 0:
+    if hidden := len(every) - len(rows):
         shown.add(f"... and {count(hidden, 'more row')}; `eformer ls` lists every leaf")
     return shown
-
-
-def _rows(nodes: Sequence[OutlineNode], depth: int) -> Iterator[tuple[int, OutlineNode]]:
-    for node in nodes:
-        yield depth, node
-        yield from _rows(node.children, depth + 1)
 
 
 def _label(node: OutlineNode, on: Console, room: int | None = None) -> Text:

@@ -187,7 +187,8 @@ def test_random_bytes_are_refused(data):
 @given(at=st.integers(0, 10**6), value=st.integers(1, 255))
 def test_any_flipped_bit_of_a_document_is_found(at, value):
     files = [SignedFile("a", 3, ("0" * 64,)), SignedFile("b/c", 0, ("1" * 64,))]
-    document = bytearray(sign_files(files, private_key(PRIVATE)))
+    key = private_key(PRIVATE)
+    document = bytearray(sign_files(files, key.id, key.sign))
     document[at % len(document)] ^= value
     with pytest.raises(SignatureError):
         signed_files(bytes(document), public_key(PUBLIC), "flipped")

@@ -11,8 +11,7 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
-from eformer._engine.tools.adapter_config import target_modules
-from eformer._engine.tools.adapter_leaves import is_lora, parse_adapter_name
+from eformer._engine.tools.adapter import is_lora, parse_adapter_name, target_modules
 from eformer.checkpoint import convert, load, save, verify
 from eformer.errors import CorruptionError, MismatchError
 from support import lora

@@ -17,8 +17,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 
 from eformer._engine.loading import fetch as _transfer
-from eformer._engine.record.boxes import contiguous
-from eformer._engine.record.regions import Region
+from eformer._engine.record.regions import Region, contiguous
 from eformer.checkpoint import SaveOptions, convert, diff, inspect, load, save, verify
 from eformer.errors import CorruptionError, MismatchError
 from support import trees

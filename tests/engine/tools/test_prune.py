@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from eformer._engine.runs import retention
 from eformer._engine.runs.steps import Step
 from eformer._engine.stores.base import read_whole
 from eformer._engine.stores.locate import store_at
-from eformer._engine.tools import prune as prune_module
 from eformer._engine.tools.prune import plan_removal, remove
 from eformer.checkpoint import Keep, Run, load, prune, save, score, steps
 from eformer.errors import EformerError, NotFoundError
@@ -511,14 +511,14 @@ def test_the_scratch_of_a_save_that_lives_is_left_alone(run):
 
 
 def test_steps_that_the_run_removes_meanwhile_are_passed_over(run, monkeypatch):
-    identity = prune_module.identity_of
+    identity = retention.identity_of
 
     def late(store, name):
         if name == "run-90":
             shutil.rmtree(run / name)
         return identity(store, name)
 
-    monkeypatch.setattr(prune_module, "identity_of", late)
+    monkeypatch.setattr(retention, "identity_of", late)
     plan = plan_removal(run, 1)
     assert plan.removed == ("run-100", "run-200")
     shutil.rmtree(run / "run-100")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from eformer._engine.record.outline import LeafLine, OutlineNode, outline
@@ -66,6 +65,22 @@ class TreeSummary:
             yield "dtypes", ", ".join(f"{name} {size(nbytes)}" for name, nbytes in self.dtypes.items())
 
 
+class Shown:
+    """Show itself as text at a prompt, and as HTML in a notebook."""
+
+    __slots__ = ()
+
+    def _shown(self) -> tuple[str, Sequence[TreeSummary], Sequence[str]]:
+        """Return a title, the trees, and the files that are left out."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return as_text(*self._shown())
+
+    def _repr_html_(self) -> str:
+        return as_html(*self._shown())
+
+
 def as_text(title: str, trees: Sequence[TreeSummary], left_out: Sequence[str] = ()) -> str:
     """Render a few dozen lines at most, however many leaves there are."""
     lines = [_fit(title)]
@@ -75,11 +90,11 @@ def as_text(title: str, trees: Sequence[TreeSummary], left_out: Sequence[str] = 
         facts = list(tree.facts())
         width = max((len(name) for name, _ in facts), default=0)
         lines += [f"  {name:{width}}  {_fit(text)}" for name, text in facts]
-        root = outline(tree.lines)
-        rows = list(islice(_rows(root), _share(_MOST_LINES, trees)))
+        every = outline(tree.lines).rows()
+        rows = every[: _share(_MOST_LINES, trees)]
         lines += [f"    {'  ' * depth}{_label(node)}  {_rest(node)}".rstrip() for depth, node in rows]
-        lines += [f"    {more}" for more in _more(root, len(rows))]
-    return "\n".join([*lines, *_more_trees(trees)])
+        lines += _more(every[len(rows) :], "    ... and {}", "more row")
+    return "\n".join([*lines, *_more(trees[_MOST_TREES:], "... and {}", "more tree")])
 
 
 def as_html(title: str, trees: Sequence[TreeSummary], left_out: Sequence[str] = ()) -> str:
@@ -89,10 +104,10 @@ def as_html(title: str, trees: Sequence[TreeSummary], left_out: Sequence[str] = 
         parts.append(f"<div><i>left out:</i> {_escaped(few(left_out))}</div>")
     for tree in trees[:_MOST_TREES]:
         parts += [f"<div><i>{name}:</i> {_escaped(text)}</div>" for name, text in tree.facts()]
-        root = outline(tree.lines)
-        rows = list(islice(_rows(root), _share(_MOST_ROWS, trees)))
-        parts += [*_folding(rows), *(f"<div>{more}</div>" for more in _more(root, len(rows)))]
-    parts += [f"<div>{more}</div>" for more in _more_trees(trees)]
+        every = outline(tree.lines).rows()
+        rows = every[: _share(_MOST_ROWS, trees)]
+        parts += [*_folding(rows), *_more(every[len(rows) :], "<div>... and {}</div>", "more row")]
+    parts += _more(trees[_MOST_TREES:], "<div>... and {}</div>", "more tree")
     return f'<div class="eformer-tree">{_STYLE}{"".join(parts)}</div>'
 
 
@@ -116,17 +131,6 @@ def _row(node: OutlineNode) -> str:
     return f"{nbytes}{html.escape(_label(node))}{what}"
 
 
-def _rows(root: OutlineNode) -> Iterator[tuple[int, OutlineNode]]:
-    """Yield every node below the root with its depth; or the root, if it is a leaf."""
-    if root.line:
-        yield 0, root
-    left = [(0, child) for child in reversed(root.children)]
-    while left:
-        depth, node = left.pop()
-        yield depth, node
-        left += [(depth + 1, child) for child in reversed(node.children)]
-
-
 def _share(most: int, trees: Sequence[TreeSummary]) -> int:
     return max(_LEAST_ROWS, most // max(1, len(trees)))
 
@@ -145,14 +149,8 @@ def _what(node: OutlineNode) -> str:
     return shortened(node.line.what, _WIDTH) if node.line else ""
 
 
-def _more(root: OutlineNode, shown: int) -> list[str]:
-    hidden = sum(1 for _ in _rows(root)) - shown
-    return [f"... and {count(hidden, 'more row')}"] if hidden else []
-
-
-def _more_trees(trees: Sequence[TreeSummary]) -> list[str]:
-    hidden = len(trees) - _MOST_TREES
-    return [f"... and {count(hidden, 'more tree')}"] if hidden > 0 else []
+def _more(hidden: Sequence[object], line: str, noun: str) -> list[str]:
+    return [line.format(count(len(hidden), noun))] if hidden else []
 
 
 def _fit(text: str) -> str:

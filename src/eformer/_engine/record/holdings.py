@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
-_MOST_BYTES = (
-    2**15
-)  # of the table of one process: it travels, and those of 1,000 processes shall not take a second
+# Bytes of the table of one process: it travels, and those of 1,000 processes shall not take a second.
+_MOST_BYTES = 2**15
 _MOST_ENTRIES = _MOST_BYTES // 16
 _MOST_BOXES = 8  # of one leaf in one file; more become the box around them
 _NUMBER = np.dtype("<u4")

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from eformer._engine.record.boxes import contiguous
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.planned import LazyArray
-from eformer._engine.record.regions import Region
+from eformer._engine.record.regions import Region, contiguous
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,14 +10,14 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Raw, Struct, field
 
 from eformer._engine.record.check import check_leaf, check_tree, is_plain
 from eformer._engine.record.digests import NO_DIGEST, check_own_digest, stamp_digest, xxh3_64_number
-from eformer._engine.record.display import TreeSummary, as_html, as_text
+from eformer._engine.record.display import Shown, TreeSummary
 from eformer._engine.record.holdings import Holdings  # noqa: TC001  msgspec evaluates it
 from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.names import Spellings, ambiguous, with_nearest
@@ -25,17 +25,16 @@ from eformer._engine.record.outline import LeafLine
 from eformer._engine.record.pieces import PIECE_BYTES
 from eformer._engine.record.regions import Region
 from eformer._engine.record.text import printable, shortened
-from eformer._engine.record.values import MALFORMED_JSON, value_from_json
+from eformer._engine.record.values import MALFORMED_JSON, json_decoder, parse_json, value_from_json
 from eformer.errors import FormatError, VersionError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container
-
-T = TypeVar("T")
+    from collections.abc import Container, Sequence
 
 VERSION = 1
 UNREADABLE = "unreadable"  # key in place of a structure, for the reason why it cannot be read
 
+_INVALID_LEAVES = "the manifest's list of leaves is invalid"
 _MOST_SHOWN = 60  # characters of a plain value
 
 
@@ -133,7 +132,7 @@ def _region(box: tuple[tuple[int, ...], tuple[int, ...]]) -> Region:
     return Region(*box)
 
 
-class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):
+class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):
     """One saved tree: everything that one `save` call wrote.
 
     The files are in the directory `root` beside the manifest, or in the manifest's own directory; with `ocdbt` they are
@@ -196,7 +195,7 @@ class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):
 
     def listed_leaves(self) -> dict[str, LeafEntry]:
         """Return the leaves as they are listed, unchecked; of a tree in parts they have no extents."""
-        entries = _parsed(self.raw_leaves, _decode_leaves)
+        entries = parse_json(self.raw_leaves, dict[str, LeafEntry], _INVALID_LEAVES)
         if both := entries.keys() & self.raw_values.keys():
             raise FormatError(f"the manifest lists {sorted(both)[:3]} both as arrays and as plain values")
         return entries
@@ -223,23 +222,19 @@ class TreeEntry(Struct, frozen=True, kw_only=True, dict=True):
         dtypes = Counter[str]()
         for entry in entries:
             dtypes[entry.logical_dtype] += entry.nbytes
-        parameters = sum(math.prod(entry.logical_shape) for entry in entries)
         return TreeSummary(
-            prefix,
-            self.written_by,
-            self.saved_at,
-            parameters,
-            len(entries),
-            self.nbytes,
-            dict(dtypes.most_common()),
-            lines,
+            prefix=prefix,
+            written_by=self.written_by,
+            saved_at=self.saved_at,
+            parameters=sum(math.prod(entry.logical_shape) for entry in entries),
+            arrays=len(entries),
+            nbytes=self.nbytes,
+            dtypes=dict(dtypes.most_common()),
+            lines=lines,
         )
 
-    def __repr__(self) -> str:
-        return as_text("tree", [self.summary()])
-
-    def _repr_html_(self) -> str:
-        return as_html("tree", [self.summary()])
+    def _shown(self) -> tuple[str, Sequence[TreeSummary], Sequence[str]]:
+        return "tree", [self.summary()], ()
 
 
 class BoxedTree(TreeEntry, frozen=True, kw_only=True, dict=True):
@@ -312,10 +307,10 @@ class Leaves(Mapping[str, LeafEntry]):
 
     def __init__(self, tree: TreeEntry) -> None:
         self._tree = tree
-        self._raw = _parsed(tree.raw_leaves, _decode_raw_leaves)
+        self._raw = parse_json(tree.raw_leaves, dict[str, Raw], _INVALID_LEAVES)
 
     def __getitem__(self, name: str) -> LeafEntry:
-        entry = _parsed(self._raw[name], _decode_leaf)
+        entry = parse_json(self._raw[name], LeafEntry, _INVALID_LEAVES)
         check_leaf(name, entry, self._tree)
         return entry
 
@@ -327,13 +322,6 @@ class Leaves(Mapping[str, LeafEntry]):
 
     def __len__(self) -> int:
         return len(self._raw)
-
-
-def _parsed(raw: Raw, decode: Callable[[Raw], T]) -> T:
-    try:
-        return decode(raw)
-    except MALFORMED_JSON as error:
-        raise FormatError(f"the manifest's list of leaves is invalid: {error}") from error
 
 
 def parse_structure(raw: Raw | bytes) -> Any:
@@ -360,7 +348,7 @@ class CommitLog(Struct, frozen=True, omit_defaults=True):
     gone: bool = False
 
 
-class Manifest(Struct, frozen=True, kw_only=True):
+class Manifest(Shown, Struct, frozen=True, kw_only=True):
     """The record of a checkpoint: its format, and its trees by prefix. A tree saved without a prefix is under ""."""
 
     digest: str = NO_DIGEST
@@ -369,18 +357,9 @@ class Manifest(Struct, frozen=True, kw_only=True):
     log: CommitLog | msgspec.UnsetType = msgspec.UNSET
     trees: dict[str, TreeEntry] = field(default_factory=dict)
 
-    def __repr__(self) -> str:
-        return as_text(self._title, self._summaries())
-
-    def _repr_html_(self) -> str:
-        return as_html(self._title, self._summaries())
-
-    @property
-    def _title(self) -> str:
-        return f"checkpoint ({self.format})"
-
-    def _summaries(self) -> list[TreeSummary]:
-        return [tree.summary(prefix) for prefix, tree in self.trees.items()]
+    def _shown(self) -> tuple[str, Sequence[TreeSummary], Sequence[str]]:
+        trees = [tree.summary(prefix) for prefix, tree in self.trees.items()]
+        return f"checkpoint ({self.format})", trees, ()
 
     @property
     def save_ids(self) -> set[str]:
@@ -437,7 +416,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     def parse(cls, data: bytes | str, origin: str) -> Manifest:
         """Parse a manifest that is part of a document whose digest has been checked."""
         try:
-            manifest = _decode_manifest(data)
+            manifest = json_decoder(Manifest).decode(data)
             for tree in manifest.trees.values():
                 check_tree(tree)
         except (*MALFORMED_JSON, FormatError) as error:
@@ -456,7 +435,7 @@ class _Head(Struct):
 
 def _refuse_newer(data: bytes | str, origin: str) -> None:
     try:
-        version = _decode_head(data).version
+        version = json_decoder(_Head).decode(data).version
     except MALFORMED_JSON:
         return
     if version > VERSION:
@@ -485,13 +464,6 @@ def weight_of(name: str, elements: int) -> int:
     """Weigh a box of a leaf. The weights of boxes sum to the weight of the leaf only if they cover it exactly once,
     but for collisions of a 64-bit hash."""
     return elements * xxh3_64_number(name.encode(errors="surrogatepass")) % 2**64
-
-
-_decode_manifest = msgspec.json.Decoder(Manifest).decode
-_decode_head = msgspec.json.Decoder(_Head).decode
-_decode_leaf = msgspec.json.Decoder(LeafEntry).decode
-_decode_leaves = msgspec.json.Decoder(dict[str, LeafEntry]).decode
-_decode_raw_leaves = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
 def encode_leaves(entries: dict[str, LeafEntry]) -> Raw:

@@ -56,9 +56,8 @@ class SaveOptions:
     processes: tuple[int, ...] | None = None
     timeout: float | None = None
     reuse: bool | str | os.PathLike[str] | None = None
-    store_options: Mapping[str, Any] | None = field(
-        default=None, repr=False, hash=False
-    )  # it may hold secrets
+    # They may hold secrets.
+    store_options: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
     max_chunk_bytes: int | None = None
     compression: Literal["zstd"] | None = None
     ocdbt: bool = False

@@ -195,13 +195,16 @@ class OutlineNode:
         """Return the bytes of all nodes that this one stands for."""
         return self.count * (self.line.nbytes if self.line else sum(child.nbytes for child in self.children))
 
-    @property
-    def rows(self) -> int:
-        return 1 + sum(child.rows for child in self.children)
-
-    @property
-    def leaves(self) -> int:
-        return self.count * (1 if self.line else sum(child.leaves for child in self.children))
+    def rows(self) -> list[tuple[int, OutlineNode]]:
+        """List every node below the root with its depth; or the root, if it is a leaf."""
+        if self.line:
+            return [(0, self)]
+        found, left = [], [(0, child) for child in reversed(self.children)]
+        while left:
+            depth, node = left.pop()
+            found.append((depth, node))
+            left += [(depth + 1, child) for child in reversed(node.children)]
+        return found
 
 
 def outline(lines: Sequence[LeafLine]) -> OutlineNode:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from eformer._engine.record.check import check_boxes, check_tree
 from eformer._engine.record.manifest import (
@@ -16,7 +17,7 @@ from eformer._engine.record.manifest import (
     boxed_tree,
     encode_leaves,
 )
-from eformer._engine.record.values import MALFORMED_JSON
+from eformer._engine.record.values import parse_json
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -41,17 +42,14 @@ class ProcessRecord(Struct, omit_defaults=True):
 
     @classmethod
     def from_json(cls, data: bytes | str, origin: str) -> ProcessRecord:
-        try:
-            return _decode(data)
-        except MALFORMED_JSON as error:
-            raise FormatError(f"{origin} does not contain a readable process record: {error}") from error
+        return parse_json(data, ProcessRecord, f"{origin} does not contain a readable process record")
 
 
 def with_records(tree: TreeEntry, records: Mapping[int, ProcessRecord]) -> TreeEntry:
     """Return the tree as if one process had written it. `records` are those of all its files, by number."""
     entries = tree.listed_leaves()
     files, leaves = _joined(tree, entries, records, entries)
-    tree = msgspec.structs.replace(
+    tree = replace(
         tree, files=files, parts=msgspec.UNSET, holdings=msgspec.UNSET, raw_leaves=encode_leaves(leaves)
     )
     check_tree(tree)
@@ -95,22 +93,11 @@ def _joined(
         first = len(files) if record.files else number
         for name, found in record.extents.items():
             if name in extents:
-                extents[name] += [_moved(extent, first) for extent in found]
+                extents[name] += [replace(extent, file=first + extent.file) for extent in found]
         files += record.files
         sha256 |= record.sha256
-    whole = {name: _with(entry, tuple(extents[name]), sha256.get(name)) for name, entry in leaves.items()}
+    whole = {
+        name: replace(entry, extents=tuple(extents[name]), sha256=sha256.get(name))
+        for name, entry in leaves.items()
+    }
     return tuple(files), whole
-
-
-def _moved(extent: Extent, first: int) -> Extent:
-    """Return the extent with the number of its file in the tree."""
-    return Extent(
-        first + extent.file, extent.offset, extent.nbytes, extent.digests, extent.region, extent.coding
-    )
-
-
-def _with(entry: LeafEntry, extents: tuple[Extent, ...], sha256: str | None) -> LeafEntry:
-    return LeafEntry(entry.dtype, entry.shape, extents, entry.home, entry.key, entry.sharding, sha256)
-
-
-_decode = msgspec.json.Decoder(ProcessRecord).decode

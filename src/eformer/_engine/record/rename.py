@@ -90,35 +90,29 @@ def rules_from(given: RenameRules) -> list[Rule]:
     if isinstance(given, str) and ("\n" in given or "->" in given):
         return parse_rules(given, "rename")
     if isinstance(given, (str, os.PathLike)):
-        return _rules_of_file(given)
+        try:
+            text = Path(given).expanduser().read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise FormatError(f"{os.fspath(given)} is not a text file of rules: {error}") from error
+        return parse_rules(text, os.fspath(given))
     rules: list[str | _Pair] = list(given.items() if isinstance(given, Mapping) else given)
-    if not rules:
-        return []
-    return _parsed(
-        [(number, rule) for number, rule in enumerate(rules, 1) if not _is_comment(rule)], "rename"
-    )
+    return _parsed(rules, "rename") if rules else []
 
 
 def parse_rules(text: str, origin: str) -> list[Rule]:
     """Parse the rules of a file. One error lists every line that is not a rule."""
-    lines = enumerate(text.splitlines(), 1)
-    return _parsed([(number, line) for number, line in lines if not _is_comment(line)], origin)
-
-
-def _rules_of_file(path: str | os.PathLike[str]) -> list[Rule]:
-    try:
-        return parse_rules(Path(path).expanduser().read_text(encoding="utf-8-sig"), os.fspath(path))
-    except UnicodeDecodeError as error:
-        raise FormatError(f"{os.fspath(path)} is not a text file of rules: {error}") from error
+    return _parsed(text.splitlines(), origin)
 
 
 def _is_comment(rule: object) -> bool:
     return isinstance(rule, str) and (not rule.strip() or rule.lstrip().startswith("#"))
 
 
-def _parsed(numbered: Sequence[tuple[int, str | _Pair]], origin: str) -> list[Rule]:
+def _parsed(lines: Iterable[str | _Pair], origin: str) -> list[Rule]:
     rules, problems = [], []
-    for number, given in numbered:
+    for number, given in enumerate(lines, 1):
+        if _is_comment(given):
+            continue
         try:
             rules.append(_rule(number, *_sides(given)))
         except (FormatError, re.error) as error:
@@ -372,8 +366,3 @@ def refuse_transformed_keys(arrays: Iterable[LazyArray]) -> None:
     ]
     if problems:
         raise MismatchError(problems, context="rename")
-
-
-def origins(array: LazyArray) -> list[str]:
-    """List the old names of the leaves that an array comes from."""
-    return [stored.name for stored in stored_leaves(array)]

@@ -19,7 +19,7 @@ from eformer._engine.record.values import parse_json
 from eformer.errors import FormatError, SignatureError
 
 if TYPE_CHECKING:
-    from collections.abc import Buffer, Iterable, Mapping  # type: ignore[attr-defined,unused-ignore]  # Python 3.12
+    from collections.abc import Buffer, Callable, Iterable, Mapping  # type: ignore[attr-defined,unused-ignore]  # Python 3.12
 
 SIGNATURE = "eformer.sig"
 """The name of the signature in a directory; a file has its own beside it, `<name>.eformer.sig`."""
@@ -90,15 +90,6 @@ class Verifier(Protocol):
     def has_signed(self, data: bytes, signature: bytes) -> bool: ...
 
 
-class Signer(Protocol):
-    """A private key."""
-
-    @property
-    def id(self) -> str: ...
-
-    def sign(self, data: bytes) -> bytes: ...
-
-
 def digest_piece(data: Buffer) -> str:
     return hashlib.sha256(data).hexdigest()
 
@@ -111,10 +102,10 @@ def count_pieces(nbytes: int) -> int:
 # -------------------------------------------------------------------------------------------- write
 
 
-def sign_files(files: Iterable[SignedFile], signer: Signer) -> bytes:
-    """Return the document that signs these files."""
+def sign_files(files: Iterable[SignedFile], key_id: str, sign: Callable[[bytes], bytes]) -> bytes:
+    """Return the document that signs these files with the key of this id."""
     payload = msgspec.json.encode(_Statement(PIECE_BYTES, tuple(sorted(files, key=lambda file: file.name))))
-    signature = _Signature(signer.id, _text(signer.sign(_signed_bytes(payload))))
+    signature = _Signature(key_id, _text(sign(_signed_bytes(payload))))
     return msgspec.json.encode(Envelope(_TYPE, _text(payload), (signature,)))
 
 

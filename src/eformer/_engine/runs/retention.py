@@ -39,7 +39,7 @@ from eformer._engine.stores.locate import store_at
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from eformer._engine.record.policies import Keep
     from eformer._engine.runs.steps import Step
@@ -110,13 +110,12 @@ def linked_in(where: Path) -> set[str]:
     return {target.removeprefix(prefix).partition("/")[0] for target in targets if target.startswith(prefix)}
 
 
-def _identities(store: Store, there: Sequence[Step]) -> dict[str, Identity]:
-    """Return what the steps are that are about to be looked at, so that nothing else is removed in their place. In a
-    bucket nothing can be given another name."""
+def identities_of(store: Store, names: Iterable[str]) -> dict[str, Identity]:
+    """Return the identities of the steps that are still there, so that nothing else is removed in their place."""
     found: dict[str, Identity] = {}
-    for step in there if on_disk(store) is not None else ():
+    for name in names:
         with suppress(FileNotFoundError):
-            found[step.name] = identity_of(store, step.name)
+            found[name] = identity_of(store, name)
     return found
 
 
@@ -138,7 +137,8 @@ def remove_others(
     """Remove the steps that no rule keeps; return them. Damaged ones, and links to steps that are elsewhere, neither
     count nor go. A warning that is `told` is not logged again."""
     store, there, removed = store_at(path), steps(path), []
-    identities = _identities(store, there)
+    # In a bucket nothing can be given another name.
+    identities = identities_of(store, [step.name for step in there if on_disk(store) is not None])
     sound = [step for step in there if step.problem() is None and not Path(step.path).is_symlink()]
     facts = [facts_of(step, rules) for step in sound]
     for kind, warning in _warnings(facts, rules, now).items():

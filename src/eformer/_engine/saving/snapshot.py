@@ -10,12 +10,11 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from msgspec import Struct
 
-from eformer._engine.record.boxes import to_bytes
 from eformer._engine.record.digests import Hasher
 from eformer._engine.record.dtypes import is_floating, name_of_dtype
 from eformer._engine.record.pieces import merged
 from eformer._engine.record.planned import Source
-from eformer._engine.record.regions import Region
+from eformer._engine.record.regions import Region, to_bytes
 from eformer._engine.record.text import few
 from eformer._engine.record.values import code_to_json, is_recorded, value_to_json
 from eformer._engine.saving.agreement import Compared

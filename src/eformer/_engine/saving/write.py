@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from eformer._engine.formats.codecs import zstd_compress
-from eformer._engine.record.boxes import contiguous, to_bytes
 from eformer._engine.record.digests import sha256_of, xxh3_128
 from eformer._engine.record.dtypes import pack_nibbles
 from eformer._engine.record.pieces import bounding, joined, piece_sizes, pieces, shifted
+from eformer._engine.record.regions import contiguous, to_bytes
 from eformer._engine.saving.staging import released
 from eformer._engine.tasks.pool import Countdown, run_all
 from eformer._engine.tasks.progress import SILENT

@@ -6,22 +6,17 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from eformer._engine.formats.nested_names import nested_spelled, split_spelled
+from eformer._engine.formats.nested_names import nested, nested_spelled, split_spelled
 from eformer._engine.record.dtypes import floating_dtype, is_floating
 from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.manifest import UNREADABLE, parse_structure
-from eformer._engine.record.names import join_name
+from eformer._engine.record.names import join_name, split_name
 from eformer._engine.record.planned import Source
 from eformer._engine.record.regions import Region
-from eformer._engine.record.rename import Renamed, Rule, apply, origins, refuse_transformed_keys
+from eformer._engine.record.rename import Renamed, Rule, apply, refuse_transformed_keys
 from eformer._engine.record.text import few, glance, shortened, size
 from eformer._engine.record.values import LeftToCode, value_from_json
-from eformer._engine.tools.sequential_writers import (
-    has_sequences,
-    names_as_structure,
-    renamed_in_npz,
-    require_structure,
-)
+from eformer._engine.tools.sequential_writers import has_sequences, renamed_in_npz, require_structure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -124,7 +119,7 @@ def plan_tree(view: View, rules: list[Rule] | None, dtype: Any, target: TargetFo
     else:
         converted = _rename_tree(view, apply(rules, arrays, list(values)), values, cast)
     if isinstance(structure, dict) and UNREADABLE in structure and rules is None:
-        converted.structure = names_as_structure([*arrays, *values])
+        converted.structure, _ = nested({name: split_name(name) for name in [*arrays, *values]})
         converted.notes.append("the structure cannot be read; the result is nested dicts by the names")
     if target in ("npz", "msgpack", "orbax"):
         names = [source.name for source in converted.sources]
@@ -238,12 +233,12 @@ def summarize(
 def _describe_array(tree: ConvertedTree, source: Source) -> ConvertedLeaf:
     ((_, array),) = source.parts
     nbytes = source.itemsize * Region.whole(source.shape).size
-    (first, *_) = stored_leaves(array)
+    stored = stored_leaves(array)
     changes = [tree.transforms.get(source.name, "")]
-    if first.entry.dtype != source.dtype:
-        changes.append(f"from {first.entry.dtype}")
-    what = f"{source.dtype}{list(source.shape)}"
-    return ConvertedLeaf(source.name, what, nbytes, tuple(origins(array)), ", ".join(filter(None, changes)))
+    if stored[0].entry.dtype != source.dtype:
+        changes.append(f"from {stored[0].entry.dtype}")
+    what, origins = f"{source.dtype}{list(source.shape)}", tuple(leaf.name for leaf in stored)
+    return ConvertedLeaf(source.name, what, nbytes, origins, ", ".join(filter(None, changes)))
 
 
 def _describe_values(tree: ConvertedTree) -> Iterator[ConvertedLeaf]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import os
 import re
-from contextlib import ExitStack
+import shutil
+import tempfile
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
-from eformer._engine.formats.find import find, look_at
+from eformer._engine.formats.find import look_at
 from eformer._engine.formats.others.peft import CONFIG, WEIGHTS, with_config
 from eformer._engine.formats.quantized import check_dequant
 from eformer._engine.formats.safetensors.names import SUFFIX, refuse_other_suffix
@@ -23,8 +26,10 @@ from eformer._engine.record.text import count, few, size
 from eformer._engine.saving.commit import new_tree
 from eformer._engine.saving.run import Save, carry_out
 from eformer._engine.saving.staging import Staging
-from eformer._engine.stores.durable import replacing
-from eformer._engine.stores.local import on_disk
+from eformer._engine.stores.base import publish
+from eformer._engine.stores.durable import make_directories, replacing
+from eformer._engine.stores.local import LocalStore, appearing, on_disk
+from eformer._engine.stores.locate import store_at
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tasks.memory import resident_bytes
 from eformer._engine.tasks.pool import default_threads
@@ -33,22 +38,19 @@ from eformer._engine.tasks.turns import turns
 from eformer._engine.tools import sequential_writers
 from eformer._engine.tools.adapter import plan_adapter
 from eformer._engine.tools.conversion import Conversion, ConvertedTree, TargetFormat, plan_tree, summarize
-from eformer._engine.tools.destination import destination_at
 from eformer._engine.tools.orbax_writer import plan_orbax, write_checkpoint_metadata, write_tree
 from eformer._engine.tools.view import View
-from eformer._engine.tools.view import open as open_view
 from eformer._version import __version__
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
     from eformer._engine.formats.found import Found
     from eformer._engine.record.planned import Source
     from eformer._engine.record.rename import RenameRules
     from eformer._engine.stores.base import Store
     from eformer._engine.tasks.progress import Meter, Progress
-    from eformer._engine.tools.destination import Destination
 
 _DEFAULT_MEMORY = 2 * 10**9  # bytes, beside what the program takes already
 _RESERVE = 64 * 2**20  # bytes: threads, buffers of the system's libraries, Python's allocator
@@ -57,6 +59,7 @@ _PER_LEAF = {"tensorstore": 3500}  # bytes, for a leaf's plan and record; measur
 _PER_LEAF_ELSE = 1500
 _DECODING = 3.3  # times a chunk: as stored, decoded, and copied to its place, with some margin
 _SMALL = 2**16
+_CHUNK = 4 * 2**20  # bytes of a file that are read at once to be uploaded
 
 
 @uninterrupted
@@ -104,18 +107,21 @@ def convert(
         >>> convert("model.msgpack", "model.safetensors", dry_run=True).notes
         ('the source has no digests: its bytes could be read, but not checked',)
     """
-    place = destination_at(destination)
+    place = _Destination(destination)
     target = _target_format(place.name, to)
     if config is not None and target != "peft":
         raise ValueError(f"config= is for to='peft', and the target is {target}")
     check_dequant(dequant)
     rules = None if rename is None else rules_from(rename) or None
     with ExitStack() as stack:
-        views = _open(source, prefix, stack)
-        found = find(source)
+        found, views = _open(source, prefix, stack)
         left_out = found.left_out(prefix)
         if left_out and not allow_missing:
-            raise _left_out_error(source, left_out)
+            number = count(len(left_out), "file")
+            raise FormatError(
+                f"{os.fspath(source)}: {number} would be left out, and may hold leaves: {few(left_out)}. Pass "
+                "allow_missing=True to convert the rest"
+            )
         trees = {name: plan_tree(view, rules, dtype, target) for name, view in views.items()}
         if dequant is None:
             _require_numbers(found, trees.values())
@@ -152,22 +158,16 @@ def _target_format(name: str, to: TargetFormat | None) -> TargetFormat:
     return target
 
 
-def _open(source: str | os.PathLike[str], prefix: str | None, stack: ExitStack) -> dict[str, View]:
+def _open(
+    source: str | os.PathLike[str], prefix: str | None, stack: ExitStack
+) -> tuple[Found, dict[str, View]]:
     """Open the trees to convert, by the prefixes that they will have."""
-    prefixes = look_at(source, lambda found: tuple(found.trees))
-    old_prefixes = {"": prefix} if prefix is not None else {name: name for name in prefixes}
-    views = {}
-    for name, old in old_prefixes.items():
-        views[name] = open_view(source, prefix=old)
-        stack.callback(views[name].close)
-    return views
 
+    def opened(found: Found) -> tuple[Found, dict[str, View]]:
+        old_prefixes = {"": prefix} if prefix is not None else {name: name for name in found.trees}
+        return found, {name: stack.enter_context(View(found, old)) for name, old in old_prefixes.items()}
 
-def _left_out_error(source: str | os.PathLike[str], left_out: Sequence[str]) -> FormatError:
-    what = f"{count(len(left_out), 'file')} would be left out, and may hold leaves"
-    return FormatError(
-        f"{os.fspath(source)}: {what}: {few(left_out)}. Pass allow_missing=True to convert the rest"
-    )
+    return look_at(source, opened)
 
 
 # ------------------------------------------------------------------------------------------- planning
@@ -242,7 +242,7 @@ def _budget(memory: int | None, trees: Mapping[str, ConvertedTree], target: Targ
 
 
 def _write(
-    place: Destination,
+    place: _Destination,
     target: TargetFormat,
     trees: Mapping[str, ConvertedTree],
     budget: int,
@@ -251,7 +251,7 @@ def _write(
 ) -> None:
     options = SaveOptions(staging_bytes=budget)
     if max_shard_bytes is not None:
-        options = SaveOptions(staging_bytes=budget, max_shard_bytes=max_shard_bytes)
+        options = replace(options, max_shard_bytes=max_shard_bytes)
     with place.creating(in_files=target not in ("safetensors", "tensorstore")) as (store, name):
         for prefix, tree in trees.items():
             tree.sources = _with_small_leaves_read(tree, budget // 4)
@@ -276,7 +276,7 @@ def _file(store: Store, name: str) -> Path:
 
 def _with_small_leaves_read(tree: ConvertedTree, room: int) -> list[Source]:
     """Read small leaves ahead in one batch, as many as fit into `room`; return the sources with these in memory."""
-    chosen: list[str] = []
+    chosen: dict[str, StoredLeaf] = {}
     for source in tree.sources:
         ((_, array),) = source.parts
         if (
@@ -285,15 +285,14 @@ def _with_small_leaves_read(tree: ConvertedTree, room: int) -> list[Source]:
             and not array.decoded_nbytes
         ):
             room -= array.entry.nbytes
-            chosen.append(array.name)
-    arrays = tree.view.read_all(chosen)
-    sources = []
-    for source in tree.sources:
-        ((_, array),) = source.parts
-        if isinstance(array, StoredLeaf) and array.name in arrays:
-            source = msgspec.structs.replace(source, whole=arrays[array.name], parts=(), regions=())
-        sources.append(source)
-    return sources
+            chosen[source.name] = array
+    arrays = tree.view.read_all([array.name for array in chosen.values()])
+    return [
+        msgspec.structs.replace(source, whole=arrays[chosen[source.name].name], parts=(), regions=())
+        if source.name in chosen
+        else source
+        for source in tree.sources
+    ]
 
 
 def _write_stream(
@@ -316,7 +315,9 @@ def _save(
     around: Store, name: str, prefix: str, target: Any, converted: ConvertedTree, options: SaveOptions
 ) -> Save:
     hosts, view = Alone(), converted.view
-    written_by = f"eformer {__version__}, converted from {_first_writer(view)}"
+    # Name the program that first wrote the checkpoint, before any conversion.
+    writer = re.sub(r".*converted from ", "", view.tree.written_by) or view.format
+    written_by = f"eformer {__version__}, converted from {writer}"
     tree = new_tree(written_by, converted.structure, view.tree.raw_metadata, converted.raw_values)
     if converted.adapter_config:
         tree = with_config(tree, converted.adapter_config)
@@ -326,7 +327,78 @@ def _save(
     return Save(store, file, prefix, target, sources, tree, options, hosts, turn)
 
 
-def _first_writer(view: View) -> str:
-    """Name the program that first wrote the checkpoint, before any conversion."""
-    writer = view.tree.written_by
-    return re.sub(r".*converted from ", "", writer) if writer else view.format
+# ------------------------------------------------------------------------------------------- destination
+
+
+class _Destination:
+    """A place where nothing is yet.
+
+    On this machine a checkpoint appears as a whole, when it is complete. In a bucket each tree is committed by its
+    index, one after the other, and other files are uploaded when they are complete.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        store = store_at(path)
+        self._where = where.absolute() if (where := on_disk(store)) else None
+        self._store = store if self._where is None else LocalStore(self._where)
+        self._around, self.name = self._store.parent()
+        if self.name in ("", ".."):
+            raise ValueError(f"{os.fspath(path)!r} does not name a file or directory to create")
+
+    def require_free(self, nbytes: int) -> None:
+        """Raise if something is there, or if there is not enough space for so many bytes."""
+        where = self._where
+        is_taken = self._around.kind(self.name) is not None if where is None else not _is_free(where)
+        if is_taken:
+            raise FileExistsError(
+                f"{where or self._store.url} already exists; a conversion creates a new checkpoint: choose another path"
+            )
+        if where is not None:
+            existing = next(parent for parent in where.parents if parent.exists())
+            free = shutil.disk_usage(existing).free
+            if nbytes > free:
+                raise OSError(
+                    f"not enough space for {where}: it takes {size(nbytes)}, {existing} has {size(free)} left"
+                )
+
+    @contextmanager
+    def creating(self, *, in_files: bool) -> Iterator[tuple[Store, str]]:
+        """Yield the store around the new checkpoint and the name that it gets there.
+
+        With `in_files` the store is one of this machine, where any file can be written under that name.
+        """
+        if self._where is not None:
+            make_directories(self._where.parent)
+            with appearing(self._where) as path:
+                yield LocalStore(path.parent), path.name
+        elif in_files:
+            with tempfile.TemporaryDirectory(prefix="eformer-convert-") as folder:
+                yield LocalStore(Path(folder)), self.name
+                _upload(Path(folder), self._around)
+        else:
+            yield self._around, self.name
+
+
+def _is_free(where: Path) -> bool:
+    """Tell whether nothing is at a path, or an empty directory that can be replaced."""
+    if where.is_dir() and not where.is_symlink() and not where.is_mount():
+        return not any(where.iterdir())
+    return not os.path.lexists(where)
+
+
+def _upload(folder: Path, store: Store) -> None:
+    """Upload all files below a directory, which appear together."""
+    files = {
+        path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()
+    }
+    with closing(store.begin()) as upload:
+        for name, path in files.items():
+            upload.stream(name, path.stat().st_size, _chunks(path))
+        upload.sync()
+        publish(upload, files)
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            yield chunk

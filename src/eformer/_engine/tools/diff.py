@@ -27,11 +27,10 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Sequence
 
-    import numpy as np
-
     from eformer._engine.formats.found import Found
     from eformer._engine.loading.read_plan import Want
     from eformer._engine.tasks.progress import Meter, Progress
+    from eformer._engine.tools.compare import Array
 
 _BOX_BYTES = 16 * 2**20  # of each side in memory at once; differences are computed in wider numbers
 _BATCH_BYTES = 64 * 2**20
@@ -174,9 +173,7 @@ class _Side(View):
         with reading(found):
             super().__init__(found, prefix)
 
-    def _fetch(
-        self, wants: Sequence[Want], threads: int | None = None
-    ) -> list[Sequence[np.ndarray[Any, Any]]]:
+    def _fetch(self, wants: Sequence[Want], threads: int | None = None) -> list[Sequence[Array]]:
         with reading(self._found):
             return super()._fetch(wants, threads)
 
@@ -210,23 +207,21 @@ class _Pair:
     def __init__(self, a: View | None, b: View | None, label: str) -> None:
         self.a, self.b, self.label = a, b, label
         self.of_a, self.of_b = _leaves(a), _leaves(b)
+        # The leaves whose elements have to be compared.
+        self.arrays = [
+            name
+            for name, one in self.of_a.items()
+            if name in self.of_b and recorded_difference(one, self.of_b[name]) is None
+        ]
 
     def close(self) -> None:
         for view in (self.a, self.b):
             if view:
                 view.close()
 
-    def arrays(self) -> list[str]:
-        """List the leaves whose elements have to be compared."""
-        return [
-            name
-            for name, one in self.of_a.items()
-            if name in self.of_b and recorded_difference(one, self.of_b[name]) is None
-        ]
-
     @property
     def nbytes(self) -> int:
-        return sum(self.of_a[name].nbytes for name in self.arrays())
+        return sum(self.of_a[name].nbytes for name in self.arrays)
 
     def compare(self, found: _Differences, meter: Meter) -> None:
         found.removed |= {self.label + n: describe(v) for n, v in self.of_a.items() if n not in self.of_b}
@@ -278,28 +273,25 @@ class _Pair:
         return leaf if leaf.key else number(array), f"{describe(leaf)} = {array}"
 
     def compare_values(self, meter: Meter) -> Iterator[tuple[str, Comparison]]:
-        assert not self.arrays() or (self.a and self.b)
-        for names in _batches(self.arrays(), self.of_a):
-            for name, tally in self.compare_batch(names):
-                meter.add(self.of_a[name].nbytes)
-                yield name, tally
-
-    def compare_batch(self, names: Sequence[str]) -> Iterator[tuple[str, Comparison]]:
         """Compare many small leaves read together, or one large leaf box by box."""
-        assert self.a
-        assert self.b
-        if len(names) > 1:
-            some, others = self.a.read_all(names), self.b.read_all(names)
-            for name in names:
-                yield name, Comparison(with_norm=False).add(some[name], others[name])
-            return
-        (name,) = names
-        one = StoredLeaf(self.a, name, self.of_a[name])
-        other = StoredLeaf(self.b, name, self.of_b[name])
+        for names in _batches(self.arrays, self.of_a):
+            assert self.a
+            assert self.b
+            if len(names) > 1:
+                some, others = self.a.read_all(names), self.b.read_all(names)
+                yield from (
+                    (name, Comparison(with_norm=False).add(some[name], others[name])) for name in names
+                )
+            else:
+                yield names[0], self.compare_boxes(self.a, self.b, names[0])
+            meter.add(sum(self.of_a[name].nbytes for name in names))
+
+    def compare_boxes(self, a: View, b: View, name: str) -> Comparison:
+        one, other = StoredLeaf(a, name, self.of_a[name]), StoredLeaf(b, name, self.of_b[name])
         tally = Comparison(with_norm=False)
         for box in pieces(one.shape, max(one.dtype.itemsize, other.dtype.itemsize), _BOX_BYTES):
             tally.add(one.read(box), other.read(box))
-        yield name, tally
+        return tally
 
 
 def _leaves(view: View | None) -> dict[str, Any]:
@@ -311,18 +303,19 @@ def _leaves(view: View | None) -> dict[str, Any]:
 
 
 def _batches(names: Sequence[str], entries: dict[str, Any]) -> Iterator[list[str]]:
+    """Yield names of small leaves together, as many as fit, and the name of each large leaf alone."""
     batch: list[str] = []
-    room = _BATCH_BYTES
+    total = 0
     for name in names:
         nbytes = entries[name].nbytes
-        if batch and (nbytes > min(room, _BOX_BYTES) or len(batch) == _BATCH):
-            yield batch
-            batch, room = [], _BATCH_BYTES
-        batch.append(name)
-        room -= nbytes
         if nbytes > _BOX_BYTES:
+            yield [name]
+            continue
+        if batch and (total + nbytes > _BATCH_BYTES or len(batch) == _BATCH):
             yield batch
-            batch, room = [], _BATCH_BYTES
+            batch, total = [], 0
+        batch.append(name)
+        total += nbytes
     if batch:
         yield batch
 

@@ -16,12 +16,7 @@ import msgspec
 import numpy as np
 
 from eformer._engine.formats.others.orbax_metadata import ARRAY_METADATAS, STRINGS
-from eformer._engine.formats.zarr.layout import (
-    chunk_shape,
-    chunks_of,
-    is_known_to_tensorstore,
-    zarray,
-)
+from eformer._engine.formats.zarr.layout import chunk_shape, chunks_of, is_known_to_tensorstore, zarray
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.indexes import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.record.zarray import ZARRAY
@@ -42,6 +37,10 @@ _COMMITTED = "commit_success.txt"  # without which Orbax takes a checkpoint in a
 _INDEX, _KEY = 1, 2  # kinds of keys
 _CHUNK_BYTES = 2**26
 _MAX_NAME = 255  # bytes
+_RESERVED = (
+    *(ORBAX_TREE, ORBAX_CHECKPOINT, STRINGS, ARRAY_METADATAS, _COMMITTED),
+    *("_sharding", "checkpoint"),
+)
 _EMPTY = {"list": "List", "tuple": "Tuple", "namedtuple": "NamedTuple"}
 
 
@@ -114,25 +113,15 @@ def _problem_of(leaf: OrbaxLeaf) -> str | None:
     if leaf.source is not None and not is_known_to_tensorstore(leaf.source.dtype):
         return f"leaf {leaf.path!r} is {leaf.source.dtype}"
     if leaf.kind == "scalar":
-        dtype = (
-            np.asarray(leaf.value).dtype if isinstance(leaf.value, (bool, int, float, np.generic)) else None
-        )
-        if dtype is None or not is_known_to_tensorstore(dtype.name):
+        is_number = isinstance(leaf.value, (bool, int, float, np.generic))
+        if not is_number or not is_known_to_tensorstore(np.asarray(leaf.value).dtype.name):
             return f"leaf {leaf.path!r} is a plain {type(leaf.value).__name__}"
     if leaf.source is None and leaf.kind != "scalar":
         return None  # it has no directory
     parts = leaf.path.split("/")
     if any(part in ("", ".", "..") or len(part.encode()) > _MAX_NAME or "\0" in part for part in parts):
         return f"leaf {leaf.path[:300]!r} cannot be the name of a directory"
-    if parts[0] in (
-        ORBAX_TREE,
-        ORBAX_CHECKPOINT,
-        STRINGS,
-        ARRAY_METADATAS,
-        _COMMITTED,
-        "_sharding",
-        "checkpoint",
-    ):
+    if parts[0] in _RESERVED:
         return f"leaf {leaf.path!r} is called like a file of Orbax"
     return None
 
@@ -207,14 +196,9 @@ def _describe(leaf: OrbaxLeaf) -> dict[str, Any]:
 
 def _generator_of(leaf: OrbaxLeaf) -> dict[str, Any]:
     assert leaf.source is not None
-    shape = leaf.source.shape
-    described = {
-        "param_name": leaf.path,
-        "write_shape": shape,
-        "chunk_shape": shape,
-        "ext_metadata": {"random_key_impl": leaf.source.key},
-    }
-    return {"array_metadata": described}
+    shapes = dict.fromkeys(("write_shape", "chunk_shape"), leaf.source.shape)
+    generator = {"random_key_impl": leaf.source.key}
+    return {"array_metadata": {"param_name": leaf.path, **shapes, "ext_metadata": generator}}
 
 
 def _write_array(directory: Path, source: Source, staging: Staging, meter: Meter) -> None:

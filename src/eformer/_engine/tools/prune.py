@@ -34,17 +34,10 @@ from eformer._engine.record.step_names import STEPS, StepNames, step_number
 from eformer._engine.record.text import few
 from eformer._engine.record.values import parse_json
 from eformer._engine.record.zarray import ZARRAY
-from eformer._engine.runs.retention import (
-    facts_of,
-    orphaned_scores,
-    removable,
-    remove_orphaned_scores,
-    remove_step,
-    seen_last,
-)
+from eformer._engine.runs import retention
 from eformer._engine.runs.steps import Step, found_of, is_foreign
 from eformer._engine.stores.base import read_whole, remove_files
-from eformer._engine.stores.checkpoints import identity_of, sweep
+from eformer._engine.stores.checkpoints import sweep
 from eformer._engine.stores.durable import SCRATCH
 from eformer._engine.stores.leases import LEASES, ids_in
 from eformer._engine.stores.local import is_there, on_disk, usage
@@ -59,7 +52,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from eformer._engine.formats.found import Found
-    from eformer._engine.record.manifest import Manifest
     from eformer._engine.record.policies import Keep, StepFacts
     from eformer._engine.stores.base import Identity, Kind, Store
 
@@ -200,9 +192,8 @@ def plan_removal(
     if not series:
         raise _nothing_to_prune(store, pattern, left)
     rules = tuple(replace(rule, foreign=True) for rule in rules)  # the rest is in `left`
-    facts = [[facts_of(step, rules) for step in one] for one in series]
-    unknown = unknown_metrics((fact for one in facts for fact in one), rules)
-    if strict and unknown:
+    facts = [[retention.facts_of(step, rules) for step in one] for one in series]
+    if strict and (unknown := unknown_metrics((fact for one in facts for fact in one), rules)):
         raise ValueError(
             f"{store.url}: {unknown}; nothing was removed. Correct the rule, or score a step first"
         )
@@ -210,7 +201,7 @@ def plan_removal(
     others = {step.name: step for several in chosen for step in several}
     found = [step.name for one in series for step in one]
     removed, stay = [n for n in found if n in others], [n for n in found if n not in others]
-    identities = {name: known for name in removed if (known := _identity(store, name)) is not None}
+    identities = retention.identities_of(store, removed)
     sizes = usage(store, [*identities])
     planned = {
         name: _Planned(identity, sizes[name], _files_in(others[name].path))
@@ -219,49 +210,34 @@ def plan_removal(
     other_files = {
         name: files for name, one in planned.items() if (files := _other_files(others[name], one.files))
     }
-    scores, nbytes = (*orphaned_scores(store),), sum(sizes.values())
+    scores, nbytes = (*retention.orphaned_scores(store),), sum(sizes.values())
     return Pruned(store.url, (*planned,), (*stay,), left, nbytes, other_files, scores, planned)
 
 
 def _nothing_to_prune(store: Store, pattern: str | None, left: Mapping[str, str]) -> NotFoundError:
     found = f"; found {few([f'{name}: {why}' for name, why in left.items()])}" if left else ""
-    if pattern is not None:
-        return NotFoundError(f"{store.url} has no checkpoints called {pattern}{found}")
-    advice = "" if left else "; pattern= counts other names, such as 'ema-*'"
-    return NotFoundError(
-        f"{store.url} has no checkpoints named by their steps, such as step-100{found}{advice}"
-    )
-
-
-def _identity(store: Store, name: str) -> Identity | None:
-    """Return the identity of a checkpoint; None if it has gone: the run removes steps, too."""
-    try:
-        return identity_of(store, name)
-    except FileNotFoundError:
-        return None
+    names = "named by their steps, such as step-100" if pattern is None else f"called {pattern}"
+    advice = "" if left or pattern is not None else "; pattern= counts other names, such as 'ema-*'"
+    return NotFoundError(f"{store.url} has no checkpoints {names}{found}{advice}")
 
 
 def _others(
     store: Store, series: Sequence[Step], facts: Sequence[StepFacts], rules: Sequence[Keep], *, check: bool
 ) -> list[Step]:
     """Return the steps that no rule keeps."""
-    now = time.time()
-    found = removable(store, series, facts, rules, now=now)
+    now, names = time.time(), few([step.name for step in series])
+    found = retention.removable(store, series, facts, rules, now=now)
     warnings = [*warnings_of(facts, rules, now).values()]
     if not can_remove(facts, rules):
-        warnings.append(f"all of {_names(series)} stay: {unknown_metrics(facts, rules)}")
-    stay = set() if check else seen_last(series)
+        warnings.append(f"all of {names} stay: {unknown_metrics(facts, rules)}")
+    stay = set() if check else retention.seen_last(series)
     if found and stay.issuperset(step.number for step in series):
         warnings.append(
-            f"all of {_names(series)} stay: they would have to be copied to be looked at, as check=True does"
+            f"all of {names} stay: they would have to be copied to be looked at, as check=True does"
         )
     for warning in warnings:
         logger.warning("%s: %s", store.url, warning)
     return [step for step in found if step.number not in stay]
-
-
-def _names(series: Sequence[Step]) -> str:
-    return few([step.name for step in series])
 
 
 def _files_in(path: str) -> frozenset[str]:
@@ -289,7 +265,8 @@ def _files_of(found: Found, there: Collection[str]) -> set[str]:
     named |= {CHECKPOINTER_FILE} if _is_of_checkpointer(found) else set()
     if found.manifest.format == ARRAYS and INDEX in there:
         named |= {_OF_ORIGINAL, *(f"{prefix}{_STRUCTURE}" for prefix in found.trees)}
-    saves = _saves_of(found.manifest)
+    log = found.manifest.log or CommitLog()
+    saves = {*found.manifest.save_ids, *log.done, *log.dead}
     databases = [f"{glob.escape(root)}/{name}" for root in roots for name in _OF_DATABASES]
     return {
         path
@@ -300,12 +277,6 @@ def _files_of(found: Found, there: Collection[str]) -> set[str]:
         or _is_beside(path, known)
         or _matches(path, databases)
     }
-
-
-def _saves_of(manifest: Manifest) -> set[str]:
-    """Return the ids of the saves that a manifest knows."""
-    log = manifest.log or CommitLog()
-    return {*(tree.save_id for tree in manifest.trees.values()), *log.done, *log.dead}
 
 
 def _is_of_saves(path: str, saves: Collection[str], *, has_leases: bool) -> bool:
@@ -375,7 +346,7 @@ def remove(plan: Pruned) -> Pruned:
         for name, planned in plan.planned.items():
             with suppress(FileNotFoundError):  # the run has removed it
                 _refuse_new_files(store, name, planned.files)
-                if why := remove_step(store, name, planned.identity):
+                if why := retention.remove_step(store, name, planned.identity):
                     held[name] = why
                     continue
             removed.append(name)
@@ -408,7 +379,7 @@ def _sweep(store: Store, removed: Collection[str], known: Collection[str]) -> No
     for name, kind in store.kinds().items():
         if kind == "directory" and name not in known and step_number(name) is not None:
             sweep(store, name)
-    remove_orphaned_scores(store, removed)
+    retention.remove_orphaned_scores(store, removed)
 
 
 def _refuse_checkpoint(store: Store) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from eformer._engine.formats.msgpack.writer import Streamed, can_pack, pack
 from eformer._engine.formats.nested_names import parts_of_name
 from eformer._engine.record.dtypes import dtype_from_name
-from eformer._engine.record.names import BARE_LEAF, MAX_DEPTH, join_name, readable, split_name, unescape
+from eformer._engine.record.names import BARE_LEAF, MAX_DEPTH, join_name, readable, unescape
 from eformer._engine.record.planned import LazyArray
 from eformer._engine.record.values import value_from_json
 from eformer._engine.saving.write import elements_of
@@ -60,11 +60,9 @@ def write_npz(
 
 def _members(names: Sequence[str]) -> dict[str, str]:
     """Choose the names of npz members: the leaves' keys, unless two keys would read the same."""
-    plain = {name: readable(name) for name in names if name != BARE_LEAF}
-    plain |= {name: _BARE for name in names if name == BARE_LEAF}
+    plain = {name: _BARE if name == BARE_LEAF else readable(name) for name in names}
     count = Counter(plain.values())
-    is_text = {name: text.isprintable() and count[text] == 1 for name, text in plain.items()}
-    return {name: text if is_text[name] else name for name, text in plain.items()}
+    return {name: text if text.isprintable() and count[text] == 1 else name for name, text in plain.items()}
 
 
 def renamed_in_npz(sources: Sequence[Source], values: Mapping[str, Any]) -> list[str]:
@@ -166,19 +164,24 @@ def children_of(structure: Any) -> list[tuple[str, Any]]:
         raise StructureError(f"not a recorded structure: {reprlib.repr(structure)}") from error
 
 
-def require_structure(structure: Any, names: Iterable[str]) -> None:
-    """Refuse a structure that is not a tree of exactly these leaves: some would be lost on the way."""
-    found: list[str] = []
+def nodes_of(structure: Any) -> Iterator[Any]:
+    """Yield the containers of a structure and the names of its leaves. Raise StructureError if it is too deep."""
     pending = [(structure, 0)]
     while pending:
         node, depth = pending.pop()
-        if isinstance(node, str):
-            found.append(node)
-        elif node is not None:
+        if node is None:
+            continue
+        yield node
+        if not isinstance(node, str):
             if depth > MAX_DEPTH:
                 raise StructureError(f"the recorded structure is nested more than {MAX_DEPTH} deep")
             pending += [(child, depth + 1) for _, child in children_of(node)]
-    counted, expected = Counter(found), set(names)
+
+
+def require_structure(structure: Any, names: Iterable[str]) -> None:
+    """Refuse a structure that is not a tree of exactly these leaves: some would be lost on the way."""
+    counted = Counter(node for node in nodes_of(structure) if isinstance(node, str))
+    expected = set(names)
     problems = [f"missing leaf {name!r}" for name in counted.keys() - expected]
     problems += [f"unexpected leaf {name!r}" for name in expected - counted.keys()]
     problems += [f"leaf {name!r} in {times} places" for name, times in counted.items() if times > 1]
@@ -188,13 +191,7 @@ def require_structure(structure: Any, names: Iterable[str]) -> None:
 
 def has_sequences(structure: Any) -> bool:
     """Tell whether a list or a tuple is among the containers."""
-    pending = [structure]
-    while pending:
-        if isinstance(node := pending.pop(), dict):
-            if "list" in node or "tuple" in node:
-                return True
-            pending += [child for _, child in children_of(node)]
-    return False
+    return any(isinstance(node, dict) and ("list" in node or "tuple" in node) for node in nodes_of(structure))
 
 
 def check_msgpack(structure: Any, values: Mapping[str, Any]) -> None:
@@ -202,28 +199,9 @@ def check_msgpack(structure: Any, values: Mapping[str, Any]) -> None:
     problems = [f"leaf {name!r} is {value!r}"[:200] for name, value in values.items() if not can_pack(value)]
     if problems:
         raise MismatchError(problems, context="msgpack cannot store these values; convert to safetensors")
-    _check_keys(structure)
-
-
-def _check_keys(structure: Any) -> None:
-    if not isinstance(structure, dict):
-        return
-    keys = [key for key, _ in children_of(structure)]
-    if len(set(keys)) < len(keys):
-        raise LeafError(
-            f"some of the keys {keys[:8]} read the same, such as 1 and '1'; flax's keys are strings only"
-        )
-    for _, child in children_of(structure):
-        _check_keys(child)
-
-
-def names_as_structure(names: Sequence[str]) -> Any:
-    """Build nested dicts from the parts of the names, for a tree whose structure cannot be read."""
-    root: dict[str, Any] = {"dict": {}}
-    for name in names:
-        holder = root
-        *outer, last = split_name(name)
-        for part in outer:
-            holder = holder["dict"].setdefault(part, {"dict": {}})
-        holder["dict"][last] = name
-    return root
+    for node in nodes_of(structure):
+        keys = [] if isinstance(node, str) else [key for key, _ in children_of(node)]
+        if len(set(keys)) < len(keys):
+            raise LeafError(
+                f"some of the keys {keys[:8]} read the same, such as 1 and '1'; flax's keys are strings only"
+            )

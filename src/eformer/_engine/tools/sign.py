@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from eformer._engine.formats.found import Found
-    from eformer._engine.record.signature import Signer
     from eformer._engine.stores.base import Store
-    from eformer._engine.stores.keys import Key
+    from eformer._engine.stores.keys import Key, PrivateKey
     from eformer._engine.tasks.progress import Progress
 
 
@@ -59,13 +58,13 @@ def sign(
         return reread(path, lambda found: _sign(found, signer, progress))
 
 
-def _sign(found: Found, signer: Signer, progress: Progress) -> str:
+def _sign(found: Found, signer: PrivateKey, progress: Progress) -> str:
     if problem := problem_of(found):
         raise CorruptionError(f"{found.path} is not whole, and was not signed: {problem}")
     store, name = locate(found.path)
     sizes = _files_of(found, store, name)
     with metered(progress, sum(sizes.values()), "signing") as meter:
-        document = sign_files(digest_files(store, sizes, meter), signer)
+        document = sign_files(digest_files(store, sizes, meter), signer.id, signer.sign)
     if was_replaced(found):
         raise ReplacedError
     place = store.path_to(signature_name(name))

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from eformer._engine.formats.found import Found
-    from eformer._engine.record.manifest import Extent, TreeEntry
+    from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.runs.steps import Step
     from eformer._engine.stores.base import Files
     from eformer._engine.stores.keys import Key, PublicKey
@@ -84,10 +84,8 @@ class Report:
             return "\n".join(map(str, self.steps))
         if not self.left_out:
             return self._checked
-        left_out = (
-            f"{count(len(self.left_out), 'file')} left out, which may hold leaves: {few(self.left_out)}"
-        )
-        return f"{self._checked}\n  {left_out}"
+        number = count(len(self.left_out), "file")
+        return f"{self._checked}\n  {number} left out, which may hold leaves: {few(self.left_out)}"
 
     @property
     def _checked(self) -> str:
@@ -161,29 +159,32 @@ def _verify_run(path: str | os.PathLike[str], key: PublicKey | None, progress: P
     while not reports:
         if not (there := steps(path)):
             raise NotFoundError(f"{store_at(path).url} has no steps any more: they were removed meanwhile")
-        reports = [report for step in there if (report := _verify_step(step, key, progress)) is not None]
+        reports = [
+            report
+            for step in there
+            if not ((report := _report_of(step.path, key, progress)).damages and _is_gone(step))
+        ]
     store = store_at(path)
     if later := later_of_flax(store):
         reports.append(_report_of(store.path_to(later), key, progress))
+    named = [(report.path.rpartition("/")[2], report) for report in reports]
     return Report(
-        path=store_at(path).url,
+        path=store.url,
         trees=sum(report.trees for report in reports),
         leaves=sum(report.leaves for report in reports),
         nbytes=sum(report.nbytes for report in reports),
         has_digests=all(report.has_digests for report in reports),
-        damages=tuple(_in_run(report, damage) for report in reports for damage in report.damages),
+        damages=tuple(
+            replace(damage, file=f"{name}/{damage.file}".rstrip("/"))
+            for name, report in named
+            for damage in report.damages
+        ),
         has_checksums=all(report.has_checksums for report in reports),
-        left_out=tuple(f"{_name(report)}/{name}" for report in reports for name in report.left_out),
+        left_out=tuple(f"{name}/{file}" for name, report in named for file in report.left_out),
         is_signed=all(report.is_signed for report in reports),
         signed_by=None if key is None else key.id,
         steps=tuple(reports),
     )
-
-
-def _verify_step(step: Step, key: PublicKey | None, progress: Progress) -> Report | None:
-    """Check a step of a run; None if it is not there any more."""
-    report = _report_of(step.path, key, progress)
-    return None if report.damages and _is_gone(step) else report
 
 
 def _report_of(path: str, key: PublicKey | None, progress: Progress) -> Report:
@@ -206,14 +207,6 @@ def _require_inside(path: str) -> None:
 def _is_gone(step: Step) -> bool:
     store, name = store_at(step.path).parent()
     return step.number not in {number for number, there in steps_in(store) if there == name}
-
-
-def _in_run(report: Report, damage: Damage) -> Damage:
-    return replace(damage, file=f"{_name(report)}/{damage.file}".rstrip("/"))
-
-
-def _name(report: Report) -> str:
-    return report.path.rpartition("/")[2]
 
 
 def _verify_signed(path: str | os.PathLike[str], key: PublicKey, progress: Progress) -> Report:
@@ -285,7 +278,9 @@ def _damages(found: Found, tree: TreeEntry, meter: Meter) -> list[Damage]:
         wants = []
         for name, entry in tree.leaves.items():
             if extents := [extent for extent in entry.extents if extent.file in lost]:
-                damages += [_lost_extent(name, extent, tree, lost[extent.file]) for extent in extents]
+                for extent in extents:
+                    start = tree.files[extent.file].header_nbytes + extent.offset
+                    damages.append(_lost(name, tree, extent.file, start, extent.nbytes, lost[extent.file]))
             else:
                 wants.append(Want(name, entry, entry.dtype))
         check(wants, tree, files, store.read_threads, damages.append, meter, store.read_bytes)
@@ -304,20 +299,15 @@ def _damages_of_files(tree: TreeEntry, files: Files, threads: int) -> tuple[list
             damages[number] = list(_file_damages(tree, number, files))
         except (OSError, FormatError) as error:
             lost[number] = str(error)
-            if tree.files[number].header_nbytes == tree.files[number].nbytes:
-                damages[number] = [_lost_header(tree, number, str(error))]
+            if (header_nbytes := tree.files[number].header_nbytes) == tree.files[number].nbytes:
+                damages[number] = [_lost("", tree, number, 0, header_nbytes, str(error))]
 
     run_all([partial(look, number) for number in range(len(tree.files))], threads)
     return [damage for some in damages for damage in some], lost
 
 
-def _lost_extent(leaf: str, extent: Extent, tree: TreeEntry, why: str) -> Damage:
-    start = tree.files[extent.file].header_nbytes + extent.offset
-    return Damage(leaf, tree.path_of(extent.file), start, start + extent.nbytes, f"cannot be read: {why}")
-
-
-def _lost_header(tree: TreeEntry, number: int, why: str) -> Damage:
-    return Damage("", tree.path_of(number), 0, tree.files[number].header_nbytes, f"cannot be read: {why}")
+def _lost(leaf: str, tree: TreeEntry, file: int, start: int, nbytes: int, why: str) -> Damage:
+    return Damage(leaf, tree.path_of(file), start, start + nbytes, f"cannot be read: {why}")
 
 
 def _file_damages(tree: TreeEntry, number: int, files: Files) -> Iterator[Damage]:
@@ -331,11 +321,8 @@ def _file_damages(tree: TreeEntry, number: int, files: Files) -> Iterator[Damage
         found = files.read_into(number, memoryview(header), 0)
         digest = xxh3_128(memoryview(header)[:found])
         if digest != file.header:
-            problem = f"are damaged: their digest is {digest}, expected {file.header}"
-            yield Damage(
-                "",
-                name,
-                0,
-                file.header_nbytes,
-                f"{problem}. They are the header, which only other readers use",
+            problem = (
+                f"are damaged: their digest is {digest}, expected {file.header}. They are the header, which only other "
+                "readers use"
             )
+            yield Damage("", name, 0, file.header_nbytes, problem)

@@ -13,7 +13,7 @@ import numpy as np
 from eformer._engine.formats.find import look_at, signer_of, was_replaced
 from eformer._engine.loading.fetch import fetch
 from eformer._engine.loading.read_plan import Want, plan_reads
-from eformer._engine.record.display import as_html, as_text
+from eformer._engine.record.display import Shown
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.manifest import Leaves, Manifest
@@ -30,10 +30,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from eformer._engine.formats.found import Found
+    from eformer._engine.record.display import TreeSummary
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
     from eformer._engine.record.signature import Verifier
     from eformer._engine.stores.cache import Cached
     from eformer._engine.stores.keys import Key
+
+Array = np.ndarray[Any, Any]
 
 
 class Inspected(Manifest, frozen=True, kw_only=True):
@@ -45,11 +48,9 @@ class Inspected(Manifest, frozen=True, kw_only=True):
     left_out: tuple[str, ...] = ()
     signed_by: str | None = None
 
-    def __repr__(self) -> str:
-        return as_text(self._title, self._summaries(), self.left_out)
-
-    def _repr_html_(self) -> str:
-        return as_html(self._title, self._summaries(), self.left_out)
+    def _shown(self) -> tuple[str, Sequence[TreeSummary], Sequence[str]]:
+        title, trees, _ = super()._shown()
+        return title, trees, self.left_out
 
 
 @uninterrupted
@@ -103,7 +104,7 @@ def open(  # noqa: A001
     return _opened(path, prefix, cache, None if key is None else public_key(key))
 
 
-class View(Mapping[str, Any]):
+class View(Shown, Mapping[str, Any]):
     """Map names to arrays that are read when they are indexed, and to plain values.
 
     A name may be escaped, as iteration yields it, or as people write it. The name of a subtree gives a dict of its
@@ -207,50 +208,37 @@ class View(Mapping[str, Any]):
         """Pickle as a path: the copy opens the files again, in this process or another."""
         return _opened, (self._path, self._asked, self._cache, self._found.key)
 
-    def __repr__(self) -> str:
-        return as_text(self._title, [self._tree.summary(self._prefix)], self.left_out)
+    def _shown(self) -> tuple[str, Sequence[TreeSummary], Sequence[str]]:
+        return f"{self._path} ({self.format})", [self._tree.summary(self._prefix)], self.left_out
 
-    def _repr_html_(self) -> str:
-        return as_html(self._title, [self._tree.summary(self._prefix)], self.left_out)
-
-    @property
-    def _title(self) -> str:
-        return f"{self._path} ({self._found.manifest.format})"
-
-    def read(
-        self, name: str, entry: LeafEntry, region: Region, threads: int | None = None
-    ) -> np.ndarray[Any, Any]:
+    def read(self, name: str, entry: LeafEntry, region: Region, threads: int | None = None) -> Array:
         ((array,),) = self._fetch([Want(name, entry, entry.dtype, [region])], threads)
         return array
 
-    def read_all(self, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
+    def read_all(self, names: Sequence[str]) -> dict[str, Array]:
         """Read the arrays of these `names` at once, which is much faster than one by one if they are small."""
         wants = [Want(name, entry := self._entries[name], entry.dtype) for name in names]
         return {name: array for name, (array,) in zip(names, self._fetch(wants), strict=True)}
 
     @uninterrupted
-    def _fetch(
-        self, wants: Sequence[Want], threads: int | None = None
-    ) -> list[Sequence[np.ndarray[Any, Any]]]:
+    def _fetch(self, wants: Sequence[Want], threads: int | None = None) -> list[Sequence[Array]]:
         if not self._is_open:
             raise ValueError(f"the view of {self._path} is closed")
         try:
-            store = self._found.store
-            reads = plan_reads(wants, self._tree, store.read_bytes)
-            arrays = fetch(
-                reads, wants, self._tree, self._files, threads or store.read_threads, path_to=store.path_to
-            )
-            if not self._tree.has_digests and (name := self._files.rewritten()):
-                raise FileNotFoundError(
-                    f"{self._path}: {name} has been written to since it was opened; open it again"
-                )
-            return arrays
+            store, tree = self._found.store, self._tree
+            reads, threads = plan_reads(wants, tree, store.read_bytes), threads or store.read_threads
+            arrays = fetch(reads, wants, tree, self._files, threads, path_to=store.path_to)
         except CorruptionError as error:
             if was_replaced(self._found):
                 raise FileNotFoundError(
                     f"{self._path} was replaced by a newer save; open it again"
                 ) from error
             raise
+        if not self._tree.has_digests and (name := self._files.rewritten()):
+            raise FileNotFoundError(
+                f"{self._path}: {name} has been written to since it was opened; open it again"
+            )
+        return arrays
 
 
 def open_incomplete(path: str | os.PathLike[str], *, prefix: str | None = None) -> View:
@@ -291,16 +279,15 @@ class LeafView:
             raise TypeError("len() of a leaf without axes")
         return self.shape[0]
 
-    def __getitem__(self, index: Any) -> np.ndarray[Any, Any]:
+    def __getitem__(self, index: Any) -> Array:
         """Read as numpy indexes: integers, slices and an ellipsis."""
         region, rest = _box(index, self.shape)
         box = self._view.read(self.name, self.entry, region)
-        array: np.ndarray[Any, Any] = box[rest]
-        return (
-            array.copy() if 2 * array.size < box.size else array
-        )  # so that a few rows do not keep the whole box
+        array: Array = box[rest]
+        # A few rows must not keep the whole box.
+        return array.copy() if 2 * array.size < box.size else array
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if copy is False:
             raise ValueError("copy=False is impossible: reading a leaf from disk always makes a copy")
         return np.asarray(self[...], dtype)
@@ -320,13 +307,9 @@ def _box(index: Any, shape: tuple[int, ...]) -> tuple[Region, tuple[Any, ...]]:
         raise IndexError(f"too many indices: the leaf has {len(shape)} axes, but {given} were indexed")
     at = dots[0] if dots else len(parts)
     every = (slice(None),) * (len(shape) - given)
-    start, stop, rest = [], [], []
-    for part, size in zip((*parts[:at], *every, *parts[at + 1 :]), shape, strict=True):
-        a, b, inner = _range(part, size)
-        start.append(a)
-        stop.append(b)
-        rest.append(inner)
-    return Region(tuple(start), tuple(stop)), tuple(rest)
+    ranges = [*map(_range, (*parts[:at], *every, *parts[at + 1 :]), shape)]
+    start, stop, rest = zip(*ranges, strict=True) if ranges else ((), (), ())
+    return Region(start, stop), rest
 
 
 def _range(part: Any, size: int) -> tuple[int, int, Any]:
@@ -342,9 +325,4 @@ def _range(part: Any, size: int) -> tuple[int, int, Any]:
     if not picked:
         return 0, 0, slice(None)
     low, high = min(picked[0], picked[-1]), max(picked[0], picked[-1])
-    first = picked[0] - low
-    return (
-        low,
-        high + 1,
-        slice(None, None, picked.step) if picked.step > 0 else slice(first, None, picked.step),
-    )
+    return low, high + 1, slice(picked[0] - low, None, picked.step)

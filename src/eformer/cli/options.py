@@ -1,4 +1,4 @@
-"""The options that say which steps of a run stay, of `prune` and `steps`."""
+"""Options that several commands have."""
 
 from __future__ import annotations
 
@@ -13,9 +13,17 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
+path = click.argument("path", type=click.Path())
+prefix = click.option("--prefix", help="Only this tree, if there are several.")
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+quiet = click.option("--quiet", "-q", is_flag=True, help="Print nothing; only set the exit code.")
+
+
+# --------------------------------------------------------------------------------------- steps that stay
+
 _POSITIVE = click.IntRange(min=1)
 
-_OPTIONS = (
+_RULES = (
     click.option("--keep", type=_POSITIVE, metavar="N", help="Keep the last N."),
     click.option("--keep-every", type=_POSITIVE, metavar="N", help="Keep the multiples of N."),
     click.option("--keep-best", type=_POSITIVE, metavar="N", help="Keep the best N, by the metric of --by."),
@@ -33,9 +41,9 @@ _OPTIONS = (
 )
 
 
-def keep_options(command: F) -> F:
+def keep(command: F) -> F:
     """Add the options; the command gets them as keywords for `rules_from`."""
-    for option in reversed(_OPTIONS):
+    for option in reversed(_RULES):
         command = option(command)
     return command
 
@@ -69,3 +77,30 @@ def rules_from(
         for rule in given
         if any(value for name, value in rule.items() if name != "mode")
     )
+
+
+# --------------------------------------------------------------------------------------------- buckets
+
+
+def _set(context: click.Context, _: click.Parameter, given: tuple[str, ...]) -> None:
+    found = {}
+    for text in given:
+        name, is_pair, value = text.partition("=")
+        if not is_pair or not name.isidentifier():
+            raise click.UsageError("--store-option takes NAME=VALUE, such as endpoint=https://host")
+        found[name] = value
+    if found:
+        from eformer._engine.stores.store_options import store_options  # late, as all that commands need
+
+        context.with_resource(store_options("", **found))
+
+
+store = click.option(
+    "--store-option",
+    multiple=True,
+    metavar="NAME=VALUE",
+    expose_value=False,
+    callback=_set,  # it takes effect while the command runs
+    help="An option of the bucket, such as endpoint=https://host. Can be repeated. Others can see it: credentials "
+    "belong into the environment.",
+)
