@@ -38,7 +38,6 @@ from eformer._engine.runs.retention import (
     facts_of,
     orphaned_scores,
     removable,
-    remove_orphaned_scores,
     remove_step,
     seen_last,
 )
@@ -246,7 +245,8 @@ def _others(
 ) -> list[Step]:
     """Return the steps that no rule keeps."""
     now = time.time()
-    found = removable(store, series, facts, rules, now=now)
+    by_name = dict(zip((step.name for step in series), facts, strict=True))
+    found = removable(store, by_name, rules, now=now)
     warnings = [*warnings_of(facts, rules, now).values()]
     if not can_remove(facts, rules):
         warnings.append(f"all of {_names(series)} stay: {unknown_metrics(facts, rules)}")
@@ -257,7 +257,7 @@ def _others(
         )
     for warning in warnings:
         logger.warning("%s: %s", store.url, warning)
-    return [step for step in found if step.number not in stay]
+    return [step for step in series if step.name in found and step.number not in stay]
 
 
 def _names(series: Sequence[Step]) -> str:
@@ -408,7 +408,7 @@ def _sweep(store: Store, removed: Collection[str], known: Collection[str]) -> No
     for name, kind in store.kinds().items():
         if kind == "directory" and name not in known and step_number(name) is not None:
             sweep(store, name)
-    remove_orphaned_scores(store, removed)
+    remove_files(store, orphaned_scores(store, removed))
 
 
 def _refuse_checkpoint(store: Store) -> None:
