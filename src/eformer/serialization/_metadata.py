@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import datetime as dt
+from collections import Counter
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import jax
 import msgspec
 
+from eformer._engine.record.names import readable
 from eformer._engine.record.values import MALFORMED_JSON
-from eformer.serialization._keys import keys_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from eformer._engine.record.manifest import TreeEntry
 
 
@@ -57,7 +60,7 @@ class CheckpointMetadata:
 
 def metadata_of(tree: TreeEntry) -> CheckpointMetadata:
     """Return the metadata of a tree, saved by eformer or by another program."""
-    keys = keys_of(tree.leaves)
+    keys = _keys_of(tree.leaves)
     arrays = {
         keys[name]: {"dtype": entry.logical_dtype, "shape": list(entry.logical_shape)}
         for name, entry in tree.leaves.items()
@@ -73,12 +76,19 @@ def metadata_of(tree: TreeEntry) -> CheckpointMetadata:
     )
 
 
+def _keys_of(names: Iterable[str]) -> dict[str, str]:
+    """Map names to dotted keys; a name whose dotted key would be ambiguous maps to itself."""
+    keys = {name: readable(name) for name in names}
+    count = Counter(keys.values())
+    return {name: key if count[key] == 1 else name for name, key in keys.items()}
+
+
 def checksums_of(tree: TreeEntry) -> dict[str, str]:
     """Return the recorded SHA-256 of each leaf, by name."""
     if tree.has_digests:
         return {name: entry.sha256 for name, entry in tree.leaves.items() if entry.sha256}
     recorded = _foreign_metadata(tree.metadata, {}).checksum or {}
-    return {name: recorded[key] for name, key in keys_of(tree.leaves).items() if key in recorded}
+    return {name: recorded[key] for name, key in _keys_of(tree.leaves).items() if key in recorded}
 
 
 def _foreign_metadata(found: dict[str, Any], arrays: dict[str, dict[str, Any]]) -> CheckpointMetadata:

@@ -7,7 +7,6 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
@@ -16,7 +15,6 @@ import numpy as np
 from eformer._engine.formats.safetensors.names import SUFFIX
 from eformer._engine.formats.zarr.read import discover
 from eformer._engine.loading.load import load_tree
-from eformer._engine.loading.request import PlacementRequest, Request
 from eformer._engine.record.digests import sha256_of
 from eformer._engine.record.dtypes import floating_dtype, raw_pieces
 from eformer._engine.record.indexes import INDEX
@@ -38,14 +36,15 @@ from eformer._engine.tasks.forks import Lock
 from eformer._engine.tasks.interrupts import held_back, uninterrupted
 from eformer._engine.trees.devices import is_key
 from eformer.paths import GCSPath, LocalPath, ePath
-from eformer.serialization._keys import by_key
 from eformer.serialization._metadata import CheckpointMetadata, checksums_of, metadata_of
+from eformer.serialization.serialization import request_of
 from eformer.serialization.utils import apply_gather_functions, is_gcs_path, mesh_of, to_host
 
 if TYPE_CHECKING:
     from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
     from jax.sharding import Mesh, PartitionSpec
 
+    from eformer._engine.loading.request import Request
     from eformer._engine.saving.run import Save
 
 __all__ = ["AsyncCheckpointManager", "CheckpointMetadata"]
@@ -143,12 +142,11 @@ class AsyncCheckpointManager:
         """
         refuse_swapped(tree, path, "save(tree, path)")
         where = self._resolve(path)
-        if self._is_disabled(where):
-            return where
         gather = _Gather(mesh, gather_fns, do_all_gather, cpu_offload, self.verbose)
-        carry_out(self._start(tree, where, prefix, metadata, float_dtype, gather))
-        if callback is not None:
-            callback(where)
+        if save := self._start(tree, where, prefix, metadata, float_dtype, gather):
+            carry_out(save)
+            if callback is not None:
+                callback(where)
         return where
 
     save = save_tree
@@ -175,11 +173,11 @@ class AsyncCheckpointManager:
         with held_back() as block:
             pending = Pending(where)
             block.otherwise = pending.give_up
-            if self._is_disabled(where):
-                pending.start(lambda: None)
-                return pending
             gather = _Gather(mesh, gather_fns, do_all_gather, cpu_offload, self.verbose)
             save = self._start(tree, where, prefix, metadata, float_dtype, gather, detach=True)
+            if save is None:
+                pending.start(lambda: None)
+                return pending
             with self._lock:
                 self._pending = [p for p in self._pending if not (p.done() and p.was_asked)] + [pending]
             run_in_background(save, pending, after=None if callback is None else lambda: callback(where))
@@ -210,10 +208,9 @@ class AsyncCheckpointManager:
         _require_prefix(prefix)
         refuse_swapped(pytree, path, "save_pytree(pytree, path)")
         where = self._resolve(path)
-        if self._is_disabled(where):
-            return where
         gather = _Gather(mesh, None, do_all_gather, cpu_offload, self.verbose)
-        carry_out(self._start(pytree, where, prefix, extras, dtype, gather, write_index=write_index))
+        if save := self._start(pytree, where, prefix, extras, dtype, gather, write_index=write_index):
+            carry_out(save)
         return where
 
     @uninterrupted
@@ -245,7 +242,11 @@ class AsyncCheckpointManager:
         *,
         detach: bool = False,
         write_index: bool = True,
-    ) -> Save:
+    ) -> Save | None:
+        """Start a save; return None if saving is turned off."""
+        if self.enable is False:
+            logger.warning("saving is turned off (enable=False): not writing %s", where)
+            return None
         dtype = self.float_dtype if dtype is None else dtype
         options = SaveOptions(
             dtype=None if dtype is None else floating_dtype(dtype),
@@ -265,11 +266,6 @@ class AsyncCheckpointManager:
             write_index=write_index,
             first=gather,
         )
-
-    def _is_disabled(self, where: str) -> bool:
-        if self.enable is False:
-            logger.warning("saving is turned off (enable=False): not writing %s", where)
-        return self.enable is False
 
     # -------------------------------------------------------------------------------------------- load
 
@@ -311,13 +307,14 @@ class AsyncCheckpointManager:
             prefix = _same(prefix, prefix_filter)
         if dtype is not None:
             floating_dtype(dtype)  # "like" needs a template
-        request = Request(
+        request = request_of(
+            mesh,
             prefix=prefix,
-            placement=_placement(
-                mesh=mesh, rules=partition_rules, shardings=shardings, every_leaf=not mismatch_allowed
-            ),
+            rules=partition_rules,
+            shardings=shardings,
+            every_leaf=not mismatch_allowed,
             dtype=dtype,
-            callback=by_key(callback),
+            callback=callback,
             batch=chunk_size,
             verify=validate is not False,
         )
@@ -364,12 +361,15 @@ class AsyncCheckpointManager:
         `strict_shapes=False` reshapes leaves with the same number of elements.
         """
         _require_prefix(prefix)
-        request = Request(
+        request = request_of(
+            mesh,
             like=template,
             prefix=prefix,
-            placement=_placement(mesh=mesh, rules=partition_rules, shardings=shardings, replicate=True),
+            rules=partition_rules,
+            shardings=shardings,
+            replicate=True,
             dtype=dtype,
-            callback=by_key(callback),
+            callback=callback,
             batch=chunk_size,
             reshape=not strict_shapes,
             like_name="template",
@@ -449,10 +449,6 @@ def _same(prefix: str | None, prefix_filter: str) -> str:
     if prefix is not None and prefix != prefix_filter:
         raise ValueError(f"prefix={prefix!r} and prefix_filter={prefix_filter!r} contradict each other")
     return prefix_filter
-
-
-# Where leaves go, by the arguments of the documented doors.
-_placement = partial(PlacementRequest, moves_numpy=True, rules_name="partition_rules")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
