@@ -14,7 +14,7 @@ from eformer._engine.tools.compare import became_text, describe, plain_became, r
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from eformer._engine.pages.contents import Leaf
+    from eformer._engine.pages.contents import Contents, Leaf
     from eformer._engine.tools.compare import Comparison
 
 _MOST_LARGEST = 10
@@ -74,13 +74,17 @@ def rounded(number: float, digits: int) -> float:
 SAME = Change("same", relative=0.0, largest=0.0, share=0.0)
 
 
-def recorded_change(after: Leaf, before: Leaf | None, *, have_digests: bool) -> Change | None:
-    """Return how a leaf differs, as far as the records tell; None if its values have to be compared.
+def recorded_change(contents: Contents, after: Leaf, other: Contents) -> Change | None:
+    """Return how a leaf differs from that of the other checkpoint, as far as the records tell; None if its values have
+    to be compared.
 
     Leaves with the same digests are equal, and none of their bytes have to be read to know it.
     """
+    before = other.counterpart(after, contents)
     if before is None:
         return Change("added")
+    views = contents.views[after.prefix], other.views[before.prefix]
+    have_digests = all(view.tree.has_digests for view in views)
     differs = recorded_difference(before.record, after.record, have_digests=have_digests)
     if differs is None:
         return None

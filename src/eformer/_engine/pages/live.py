@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.steps import name_of_step
 from eformer._engine.pages.timeline import News, SeenStep, read_step, reasons
-from eformer._engine.record.policies import StepFacts
 from eformer._engine.record.text import printable
 from eformer._engine.runs.retention import removable
 from eformer._engine.runs.steps import resumed_from, steps
@@ -146,9 +145,7 @@ class LiveRun:
         sound = [step for step in seen if step.is_read and step.problem is None]
         if not self.rules or not sound:
             return {}
-        facts = {
-            step.name: StepFacts(step.number, step.timestamp, step.metrics, step.is_foreign) for step in sound
-        }
+        facts = {step.name: step.facts for step in sound}
         return {
             "removed": frozenset(removable(self.store, facts, self.rules, now=time.time())),
             "reasons": reasons([*facts.values()], self.rules, resumed_from(self.store)),

@@ -106,7 +106,7 @@ class _Pair:
         self.view: View = contents.views[leaf.prefix]
         self.other = other.counterpart(leaf, contents) if other else None
         self.other_view = other.views[self.other.prefix] if other and self.other else None
-        self.change = recorded_change_of(contents, leaf, other)
+        self.change = recorded_change(contents, leaf, other) if other else None
         self.dtype = StoredLeaf(self.view, leaf.name, self.entry).dtype
         self.is_compared = other is not None and self.change is None
 
@@ -124,15 +124,6 @@ class _Pair:
             change = measured_change(self.leaf, self.other, comparison)
         statistics = collector.result() if collector else None
         return Measured(statistics, change, is_checked=self.view.tree.has_digests)
-
-
-def recorded_change_of(contents: Contents, leaf: Leaf, other: Contents | None) -> Change | None:
-    """Return how a leaf differs from that of the other checkpoint, as far as the records tell."""
-    if other is None:
-        return None
-    beside = other.counterpart(leaf, contents)
-    views = [contents.views[leaf.prefix], *([other.views[beside.prefix]] if beside else [])]
-    return recorded_change(leaf, beside, have_digests=all(view.tree.has_digests for view in views))
 
 
 def _tasks(

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.steps import is_run
-from eformer._engine.pages.changes import Change, overview
+from eformer._engine.pages.changes import Change, overview, recorded_change
 from eformer._engine.pages.contents import contents_of
 from eformer._engine.pages.facts import columns
 from eformer._engine.pages.page import MARK, page
-from eformer._engine.pages.reading import Measured, measure, recorded_change_of
+from eformer._engine.pages.reading import Measured, measure
 from eformer._engine.pages.timeline import alarms, run_facts
 from eformer._engine.record.policies import keep_from
 from eformer._engine.record.text import count, few
@@ -180,7 +180,7 @@ def changes_of(contents: Contents, other: Contents, measured: dict[str, Measured
     for leaf in contents.leaves:
         read = measured.get(leaf.path)
         change = read.change if read else None
-        found[leaf.path] = change or recorded_change_of(contents, leaf, other) or Change("unknown")
+        found[leaf.path] = change or recorded_change(contents, leaf, other) or Change("unknown")
     return found
 
 

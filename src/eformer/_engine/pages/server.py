@@ -7,27 +7,32 @@ limit for the time of a whole request, for its length, and for the number of con
 
 from __future__ import annotations
 
+import gc
 import gzip
 import io
 import logging
+import secrets
 import select
 import socket
 import socketserver
 import sys
 import threading
 import time
+from contextlib import closing, suppress
 from dataclasses import replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from eformer._engine.pages.addresses import Pages
 from eformer._engine.pages.requests import RefusedError, Site, admitted, as_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from eformer._engine.pages.requests import Answer, Request
+    from eformer._engine.record.policies import Keep
 
 logger = logging.getLogger("eformer.serve")
 
@@ -50,6 +55,27 @@ _HEADERS = {
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
     "Cache-Control": "no-store",
 }
+
+
+def serve(
+    path: str,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    rules: Sequence[Keep] = (),
+    ready: Callable[[Site], None],
+) -> None:
+    """Serve pages about the run or the checkpoint at `path` to everybody who has the address. Nothing is ever written.
+
+    The address has a random token, and is given to `ready` before the first request is answered. Returns when it is
+    interrupted.
+    """
+    # The leaves of a checkpoint are many small objects that live long: looking through them takes half of the time.
+    gc.set_threshold(200_000, 20, 50)
+    with closing(Pages(path, rules)) as pages, Server(host, port, secrets.token_urlsafe(24), pages) as server:
+        ready(server.site)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever(poll_interval=0.1)
 
 
 class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):

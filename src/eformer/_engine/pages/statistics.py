@@ -9,7 +9,7 @@ the first elements. Of dtypes with at most 16 bits every bit pattern is counted,
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -282,15 +282,13 @@ def _statistics(
     if not moments.count:
         return found
     number = int if is_whole else float
-    return Statistics(
-        size,
-        number(moments.least),
-        number(moments.greatest),
-        moments.mean,
-        moments.std,
-        *(zeros, nans, *infinities),
-        _histogram(*_sorted(points, moments), is_whole=is_whole),
-        found.of_magnitudes,
+    return replace(
+        found,
+        least=number(moments.least),
+        greatest=number(moments.greatest),
+        mean=moments.mean,
+        std=moments.std,
+        histogram=_histogram(*_sorted(points, moments), is_whole=is_whole),
     )
 
 
