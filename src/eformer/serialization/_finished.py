@@ -50,7 +50,8 @@ def find_latest_checkpoint(base_path: str | os.PathLike[str]) -> str | None:
         names = store_at(root).kinds()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    inner = [name for name, kind in names.items() if kind == "directory" and _may_be_one(name)]
+    # Not hidden directories, and checkpoints that were put aside: run-100.damaged.
+    inner = [name for name, kind in names.items() if kind == "directory" and "." not in name]
     found = [_finished(os.path.join(root, name)) for name in inner]  # noqa: PTH118  URLs, too
     for step in sorted(filter(None, found), key=lambda step: (step.number, step.path), reverse=True):
         if (problem := step.problem()) is None:
@@ -58,11 +59,6 @@ def find_latest_checkpoint(base_path: str | os.PathLike[str]) -> str | None:
         logger.warning("%s is skipped, because it is not whole: %s", step.path, problem)
     own = _finished(root) if CHECKPOINTER_FILE in names else None
     return root if own is not None and own.problem() is None else None
-
-
-def _may_be_one(name: str) -> bool:
-    """Leave out hidden directories, and checkpoints that were put aside: run-100.damaged."""
-    return "." not in name
 
 
 def _finished(path: str) -> Step | None:

@@ -115,16 +115,6 @@ class _Pair:
         other = self.other.entry if self.other else None
         return max(self.entry.nbytes, other.nbytes if other and self.is_compared else 0)
 
-    def collector(self) -> Collector | None:
-        return Collector(self.dtype) if has_statistics(self.dtype) and not self.entry.key else None
-
-    def done(self, collector: Collector | None, comparison: Comparison | None) -> Measured:
-        change = self.change
-        if comparison and self.other:
-            change = measured_change(self.leaf, self.other, comparison)
-        statistics = collector.result() if collector else None
-        return Measured(statistics, change, is_checked=self.view.tree.has_digests)
-
 
 def _tasks(
     pairs: Sequence[_Pair], room: Room, found: dict[str, Measured], meter: Meter
@@ -179,7 +169,7 @@ def _measure_batch(batch: Sequence[_Pair], room: Room, found: dict[str, Measured
 
 
 def _measured(pair: _Pair, boxes: Any) -> Measured:
-    collector = pair.collector()
+    collector = Collector(pair.dtype) if has_statistics(pair.dtype) and not pair.entry.key else None
     comparison = Comparison() if pair.is_compared else None
     for box, other in boxes:
         if collector:
@@ -187,7 +177,9 @@ def _measured(pair: _Pair, boxes: Any) -> Measured:
         if comparison:
             comparison.add(other, box)
         del box, other  # the next ones are read in their place
-    return pair.done(collector, comparison)
+    change = measured_change(pair.leaf, pair.other, comparison) if comparison and pair.other else pair.change
+    statistics = collector.result() if collector else None
+    return Measured(statistics, change, is_checked=pair.view.tree.has_digests)
 
 
 def _measure_large(pair: _Pair, room: Room, found: dict[str, Measured], meter: Meter) -> None:

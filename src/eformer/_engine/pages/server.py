@@ -87,10 +87,11 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     request_queue_size = MOST_CONNECTIONS
 
     def __init__(self, host: str, port: int, token: str, answer: Callable[[Request], Answer]) -> None:
-        self.address_family, _, _, _, address = _resolved(host, port)
         self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self.answer = answer
         try:
+            found: Any = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            self.address_family, _, _, _, address = found
             super().__init__(address, _Connection)
         except OSError as error:
             raise OSError(f"cannot listen at {host}, port {port}: {error.strerror}") from error
@@ -111,13 +112,6 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exc_info()[1], OSError):  # not: the client has gone, or is too slow
             logger.exception("a connection has failed")
-
-
-def _resolved(host: str, port: int) -> Any:
-    try:
-        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except socket.gaierror as error:
-        raise OSError(f"cannot listen at {host}, port {port}: {error.strerror}") from error
 
 
 class _TooLongError(Exception):

@@ -124,7 +124,7 @@ class _PatternCounts:
 
     def result(self) -> Statistics:
         patterns, counts = self.tally.counts()
-        values = patterns.view(self.dtype).astype(np.float64)
+        values = _as_doubles(patterns.view(self.dtype))
         finite = np.isfinite(values)
         points, weights = values[finite], counts[finite]
         moments = _Moments()
@@ -312,8 +312,8 @@ def _histogram(points: Array, counts: Array, *, is_whole: bool) -> Histogram:
     if is_whole and greatest - least < BINS:
         bins = int(greatest - least) + 1
         return _counted(points, counts, least - 0.5, greatest + 0.5, bins)
-    if least >= 0 and _is_wide(points, counts):
-        return _logarithmic(points, counts)
+    if least >= 0 and (found := _logarithmic(points, counts)):
+        return found
     low, high = _central(points, counts)
     return _counted(points, counts, low, high, BINS)
 
@@ -333,19 +333,15 @@ def _counted(points: Array, counts: Array, low: float, high: float, bins: int) -
     )
 
 
-def _logarithmic(points: Array, counts: Array) -> Histogram:
+def _logarithmic(points: Array, counts: Array) -> Histogram | None:
+    """Count on a logarithmic axis; return None if most positive elements are of a similar size."""
     some = points > 0
     points, counts = points[some], counts[some]
+    if not _quantile(points, counts, 0.98) / max(_quantile(points, counts, 0.02), 5e-324) > _DECADES:
+        return None
     low, high = _quantile(points, counts, 0.001), float(points[-1])
     found = _counted(np.log2(points), counts, math.log2(low), math.log2(high), BINS)
     return Histogram(low, high, found.counts, True, found.below, found.above)
-
-
-def _is_wide(points: Array, counts: Array) -> bool:
-    some = points > 0
-    points, counts = points[some], counts[some]
-    low, high = _quantile(points, counts, 0.02), _quantile(points, counts, 0.98)
-    return high / max(low, 5e-324) > _DECADES
 
 
 def _central(points: Array, counts: Array) -> tuple[float, float]:

@@ -27,7 +27,7 @@ from eformer._engine.record.step_names import step_name
 from eformer._engine.record.values import parse_json
 from eformer._engine.runs.clock import Clock
 from eformer._engine.runs.own_part import cut_to_own, load_own
-from eformer._engine.runs.steps import Step, steps_if_there
+from eformer._engine.runs.steps import Step, claim_of, steps_if_there
 from eformer._engine.saving.pending import Pending
 from eformer._engine.saving.run import carry_out
 from eformer._engine.saving.save import start
@@ -145,7 +145,8 @@ class Near:
         read which epochs count, and note that this writer knows of them."""
         self.wait()
         if jax.process_index() == 0:
-            line, holder = self._read_line(), self._writer.holder()
+            line, claim = self._read_line(), claim_of(self._run)
+            holder = claim.id if claim else ""
             is_ours = line.path == self._run.url and holder in line.writers
             epochs = line.epochs if is_ours else []
             self._write_line(_Line(self._run.url, [self._writer.id, holder], epochs))
