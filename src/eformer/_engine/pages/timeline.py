@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from eformer._engine.runs.steps import Step
     from eformer._engine.stores.base import Store
     from eformer._engine.tasks.progress import Progress
+    from eformer._engine.tools.compare import Comparison
 
 Json = dict[str, Any]
 
@@ -195,7 +196,7 @@ def alarms(shown: Sequence[Json]) -> list[str]:
     """Name the steps in which leaves became NaN or infinite; else the last step, if it has such arrays."""
     compared = [step for step in shown if step["change"] and "became" in step["change"]]
     became = [
-        f"{step['name']}: {_leaves(step['change']['became'])} became NaN or Inf"
+        f"{step['name']}: {count(step['change']['became'], 'leaf', 'leaves')} became NaN or Inf"
         for step in compared
         if step["change"]["became"]
     ]
@@ -205,10 +206,6 @@ def alarms(shown: Sequence[Json]) -> list[str]:
         if step["change"]["special"]
     ]
     return became[:_MOST_ALARMS] or special
-
-
-def _leaves(number: int) -> str:
-    return "1 leaf" if number == 1 else f"{number:,} leaves"
 
 
 def rule_text(rule: Keep) -> str:
@@ -257,7 +254,7 @@ def _changes(sound: Sequence[Step], memory: int | None, progress: Progress) -> I
     if not pairs:
         return
     room = Room.within(memory, sides=2)
-    known: dict[str, _Before] = {}
+    known: dict[str, Comparison] = {}
     read = 0
     with metered(progress, len(pairs), "comparing steps") as meter:
         for step, before in pairs:
@@ -277,23 +274,15 @@ def _changes(sound: Sequence[Step], memory: int | None, progress: Progress) -> I
             yield step.number, change
 
 
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """A leaf of the older step: the norm of its finite elements, and the number of the other elements."""
-
-    norm: float
-    special: int
-
-
-def _change(new: Contents, old: Contents, known: dict[str, _Before], room: Room) -> tuple[Json, int]:
+def _change(new: Contents, old: Contents, known: dict[str, Comparison], room: Room) -> tuple[Json, int]:
     """Return the norm of the difference of all arrays outside of optimizers, and how many bytes were read for it.
 
     became    the number of leaves that have elements that were finite in the older step, and no longer are; also in
               optimizers, which NaN often reaches first
     special   the number of leaves of the newer step that have NaN or infinite elements
 
-    `known` describes leaves of the newer step; the leaves of the older step take their place. Leaves that the records
-    say are the same are read at most once in the whole run.
+    `known` has the norms of leaves of the newer step; the leaves of the older step take their place. Leaves that the
+    records say are the same are read at most once in the whole run.
     """
     norm = before = 0.0
     nbytes = became = special = 0
@@ -309,7 +298,7 @@ def _change(new: Contents, old: Contents, known: dict[str, _Before], room: Room)
             found = compared(new, leaf, old, other, room, is_same=is_same)
             became += found.became > 0
             special += found.special_now > 0
-            known[leaf.path] = _Before(found.norm, found.special)
+            known[leaf.path] = found
             nbytes += other.nbytes + (0 if is_same else leaf.nbytes)
             change = found.change
         if not is_of_optimizer(leaf.path):
