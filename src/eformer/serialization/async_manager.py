@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 import logging
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
+import msgspec
 import numpy as np
 
 from eformer._engine.formats.safetensors.names import SUFFIX
@@ -18,7 +21,9 @@ from eformer._engine.loading.load import load_tree
 from eformer._engine.record.digests import sha256_of
 from eformer._engine.record.dtypes import floating_dtype, raw_pieces
 from eformer._engine.record.indexes import INDEX
+from eformer._engine.record.names import readable
 from eformer._engine.record.options import SaveOptions
+from eformer._engine.record.values import MALFORMED_JSON
 from eformer._engine.saving.pending import Pending, wait_for
 from eformer._engine.saving.run import carry_out, run_in_background
 from eformer._engine.saving.save import refuse_swapped, start
@@ -36,15 +41,17 @@ from eformer._engine.tasks.forks import Lock
 from eformer._engine.tasks.interrupts import held_back, uninterrupted
 from eformer._engine.trees.devices import is_key
 from eformer.paths import GCSPath, LocalPath, ePath
-from eformer.serialization._metadata import CheckpointMetadata, checksums_of, metadata_of
 from eformer.serialization.serialization import request_of
 from eformer.serialization.utils import apply_gather_functions, is_gcs_path, mesh_of, to_host
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
     from jax.sharding import Mesh, PartitionSpec
 
     from eformer._engine.loading.request import Request
+    from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.saving.run import Save
 
 __all__ = ["AsyncCheckpointManager", "CheckpointMetadata"]
@@ -56,6 +63,45 @@ Callback = Callable[[jax.Array, str], jax.Array]
 Rules = Mapping[str, "PartitionSpec"] | Sequence[tuple[str, "PartitionSpec"]]
 
 _DEFAULT_TIMEOUT = 400  # seconds; GLOBAL_CHECKPOINT_TIMEOUT overrides it
+
+
+@dataclasses.dataclass
+class CheckpointMetadata:
+    """Describe when and by what a checkpoint was saved, and what it contains. Fields that are None are filled in.
+
+    version             the version of eFormer that documents these fields
+    timestamp           when it was saved
+    checksum            SHA-256 by key, if validation is on
+    array_metadata      shape and dtype by key
+    framework_version   the version of jax
+    custom_metadata     the `metadata` of the save
+    """
+
+    version: str = "0.0.90"
+    timestamp: str | None = None
+    checksum: dict[str, str] | None = None
+    array_metadata: dict[str, dict[str, Any]] | None = None
+    framework_version: str | None = None
+    custom_metadata: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.timestamp is None:
+            self.timestamp = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+        if self.framework_version is None:
+            self.framework_version = jax.__version__
+        self.checksum = {} if self.checksum is None else self.checksum
+        self.array_metadata = {} if self.array_metadata is None else self.array_metadata
+        self.custom_metadata = {} if self.custom_metadata is None else self.custom_metadata
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields by name, as plain values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> CheckpointMetadata:
+        """Create an instance from `data`, a dict of its fields. Unknown fields are ignored."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in data.items() if name in known})
 
 
 class AsyncCheckpointManager:
@@ -380,9 +426,9 @@ class AsyncCheckpointManager:
         where = self._resolve(path)
         self._log("loading from %s", where)
         if self.enable_validation if validate is None else validate:
-            request = dataclasses.replace(request, sha256=checksums_of)
+            request = dataclasses.replace(request, sha256=_checksums_of)
         loaded = load_tree(where, request)
-        return loaded.tree, metadata_of(loaded.entry).to_dict()
+        return loaded.tree, _metadata_of(loaded.entry).to_dict()
 
     # ------------------------------------------------------------------------------------------- paths
 
@@ -476,3 +522,64 @@ def _gather_leaf(leaf: Any, mesh: Mesh | None, cpu_offload: bool) -> Any:
     if jax.process_count() > 1 and leaf.is_fully_addressable:  # every process has a whole array of its own
         return jax.device_put(leaf, jax.local_devices(backend="cpu")[0]) if cpu_offload else leaf
     return to_host(leaf, None, mesh or mesh_of(leaf), cpu_offload)
+
+
+# ----------------------------------------------------------------------------------------- metadata
+
+
+def _metadata_of(tree: TreeEntry) -> CheckpointMetadata:
+    """Return the metadata of a tree, saved by eformer or by another program."""
+    keys = _keys_of(tree.leaves)
+    arrays = {
+        keys[name]: {"dtype": entry.logical_dtype, "shape": list(entry.logical_shape)}
+        for name, entry in tree.leaves.items()
+    }
+    if not tree.has_digests:
+        return _foreign_metadata(tree.metadata, arrays)
+    return CheckpointMetadata(
+        timestamp=tree.saved_at,
+        checksum={keys[name]: sha256 for name, sha256 in _checksums_of(tree).items()},
+        array_metadata=arrays,
+        framework_version=tree.written_by.rpartition("jax ")[2],
+        custom_metadata=tree.metadata,
+    )
+
+
+def _keys_of(names: Iterable[str]) -> dict[str, str]:
+    """Map names to dotted keys; a name whose dotted key would be ambiguous maps to itself."""
+    keys = {name: readable(name) for name in names}
+    count = Counter(keys.values())
+    return {name: key if count[key] == 1 else name for name, key in keys.items()}
+
+
+def _checksums_of(tree: TreeEntry) -> dict[str, str]:
+    """Return the recorded SHA-256 of each leaf, by name."""
+    if tree.has_digests:
+        return {name: entry.sha256 for name, entry in tree.leaves.items() if entry.sha256}
+    recorded = _foreign_metadata(tree.metadata, {}).checksum or {}
+    return {name: recorded[key] for name, key in _keys_of(tree.leaves).items() if key in recorded}
+
+
+def _foreign_metadata(found: dict[str, Any], arrays: dict[str, dict[str, Any]]) -> CheckpointMetadata:
+    """Parse the metadata of the original eFormer, or take all of it for the user's."""
+    if "timestamp" not in found or "custom_metadata" not in found:
+        return CheckpointMetadata(
+            timestamp="", array_metadata=arrays, framework_version="", custom_metadata=found
+        )
+    record = {name: _decoded(value) if name not in _TEXT else value for name, value in found.items()}
+    for name, kind in (("checksum", dict), ("custom_metadata", dict), ("framework_version", str)):
+        if not isinstance(record.get(name), kind):
+            record[name] = kind()
+    return CheckpointMetadata.from_dict(record | {"array_metadata": arrays})
+
+
+_TEXT = ("version", "timestamp")
+
+
+def _decoded(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return msgspec.json.decode(value)
+    except MALFORMED_JSON:
+        return value

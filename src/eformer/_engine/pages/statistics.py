@@ -130,13 +130,14 @@ class _PatternCounts:
         moments = _Moments()
         moments.add_counted(points, weights)
         return _statistics(
-            int(counts.sum()),
+            self.dtype,
             moments,
+            (points, weights),
+            size=int(counts.sum()),
             zeros=int(weights[points == 0].sum()),
             nans=int(counts[np.isnan(values)].sum()),
-            infinities=(int(counts[values == np.inf].sum()), int(counts[values == -np.inf].sum())),
-            points=(points, weights),
-            dtype=self.dtype,
+            positive_infinities=int(counts[values == np.inf].sum()),
+            negative_infinities=int(counts[values == -np.inf].sum()),
         )
 
 
@@ -181,13 +182,14 @@ class _WideCounts:
 
     def result(self) -> Statistics:
         return _statistics(
-            self.size,
+            self.dtype,
             self.moments,
+            self._points(),
+            size=self.size,
             zeros=self.zeros,
             nans=self.nans,
-            infinities=(self.above, self.below),
-            points=self._points(),
-            dtype=self.dtype,
+            positive_infinities=self.above,
+            negative_infinities=self.below,
         )
 
 
@@ -261,26 +263,12 @@ class _Moments:
 
 
 def _statistics(
-    size: int,
-    moments: _Moments,
-    *,
-    zeros: int,
-    nans: int,
-    infinities: tuple[int, int],
-    points: tuple[Array, Array],
-    dtype: np.dtype[Any],
+    dtype: np.dtype[Any], moments: _Moments, points: tuple[Array, Array], **counts: Any
 ) -> Statistics:
-    is_whole = dtype.kind in "iub" or dtype.name.startswith(("int", "uint"))
-    found = Statistics(
-        size,
-        zeros=zeros,
-        nans=nans,
-        positive_infinities=infinities[0],
-        negative_infinities=infinities[1],
-        of_magnitudes="complex" in dtype.name,
-    )
+    found = Statistics(**counts, of_magnitudes="complex" in dtype.name)
     if not moments.count:
         return found
+    is_whole = dtype.kind in "iub" or dtype.name.startswith(("int", "uint"))
     number = int if is_whole else float
     return replace(
         found,
