@@ -74,9 +74,12 @@ class News:
     problem: str | None = None
     is_complete: bool = False
 
-    def as_json(self) -> Json:
-        """Return what `source.run()` of a page returns, but for the title and the rules."""
+    def as_json(self, url: str, rules: Sequence[Keep]) -> Json:
+        """Describe the run at `url`, to which these rules apply, as `source.run()` of a page returns it."""
         return {
+            "title": printable(url.rstrip("/").rpartition("/")[2] or url),
+            "path": printable(url),
+            "rules": list(map(rule_text, rules)),
             "steps": [self._step(step) for step in self.steps],
             "metrics": list(dict.fromkeys(name for step in self.steps for name in step.metrics)),
             "nbytes": sum(self.sizes.get(step.name, 0) for step in self.steps) if self.is_complete else None,
@@ -174,7 +177,7 @@ def run_facts(
     news = _news(store, found, rules)
     sound = [step for step, seen in zip(found, news.steps, strict=True) if seen.problem is None]
     why = reasons([seen.facts for seen in news.steps if seen.problem is None], rules, resumed_from(store))
-    facts = replace(news, reasons=why).as_json()
+    facts = replace(news, reasons=why).as_json(store.url, rules)
     changes = dict(_changes(sound, memory, progress)) if values else {}
     facts["steps"] = [step | {"change": changes.get(step["number"])} for step in facts["steps"]]
     notes = alarms(facts["steps"])
@@ -183,13 +186,7 @@ def run_facts(
         notes.append(
             f"{count(unread, 'step')} not compared with the one before: that would read more than {size(MOST_READ)}"
         )
-    return facts | {
-        "title": printable(store.url.rstrip("/").rpartition("/")[2] or store.url),
-        "path": printable(store.url),
-        "rules": list(map(rule_text, rules)),
-        "has_values": values,
-        "notes": notes,
-    }
+    return facts | {"has_values": values, "notes": notes}
 
 
 def alarms(shown: Sequence[Json]) -> list[str]:
