@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from eformer._engine.formats.find import find, problem_of, reread
+from eformer._engine.formats.found import kinds_if_there
 from eformer._engine.formats.steps import CHECKPOINTER_FILE
 from eformer._engine.record.step_names import step_number
 from eformer._engine.record.values import parse_json
@@ -46,10 +47,7 @@ def find_latest_checkpoint(base_path: str | os.PathLike[str]) -> str | None:
         'runs/llama/run-1000'
     """
     root = str(base_path)
-    try:
-        names = store_at(root).kinds()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    names = kinds_if_there(store_at(root))
     # Not hidden directories, and checkpoints that were put aside: run-100.damaged.
     inner = [name for name, kind in names.items() if kind == "directory" and "." not in name]
     found = [_finished(os.path.join(root, name)) for name in inner]  # noqa: PTH118  URLs, too

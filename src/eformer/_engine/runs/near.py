@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import msgspec
 
+from eformer._engine.formats.found import kinds_if_there
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.policies import every_from, is_due, minutes_due
 from eformer._engine.record.step_names import step_name
@@ -201,7 +202,7 @@ class Near:
         stay = [step for step in self._held() if step.number <= number and step.epoch in before]
         near = self._process.parent
         _remove_but(stay, near, self._process.name)
-        for name in _names_in(near):  # of a job that had more processes
+        for name in kinds_if_there(store_at(near)):  # of a job that had more processes
             if (found := _PROCESS.fullmatch(name)) and int(found["index"]) >= jax.process_count():
                 _remove_but((), near, name)
         self.note_save(number)
@@ -289,17 +290,10 @@ class Near:
         """List the steps of this process, whole or not, of whatever run."""
         return [
             NearStep(step.number, epoch)
-            for epoch in _names_in(self._process)
+            for epoch in kinds_if_there(store_at(self._process))
             if _EPOCH.fullmatch(epoch)
             for step in steps_if_there(self._process / epoch)
         ]
-
-
-def _names_in(place: Path) -> list[str]:
-    try:
-        return sorted(path.name for path in place.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
 
 
 def _remove_but(stay: Iterable[NearStep], near: Path, process: str) -> None:
