@@ -234,7 +234,9 @@ class GCSPath:
         """Iterate over the objects below that match the pattern and their directories, in order."""
         if not pattern or pattern != pattern.strip("/"):
             raise ValueError(f"Unacceptable pattern: {pattern!r}; expected one like '**/*.json'")
-        names = sorted(_with_directories(self._keys_below()))
+        names = sorted(
+            _with_directories([found.key.removeprefix(self._prefix) for found in self._objects_below()])
+        )
         wanted = PurePosixPath(pattern).parts
         return iter([self.joinpath(*name) for name in names if _matches(name, wanted)])
 
@@ -269,9 +271,6 @@ class GCSPath:
     @property
     def _object(self) -> str:
         return "/".join(self._key.parts)
-
-    def _keys_below(self) -> list[str]:
-        return [found.key.removeprefix(self._prefix) for found in self._objects_below()]
 
     def _objects_below(self) -> list[Object]:
         return list(self._objects().list(self._prefix))

@@ -116,7 +116,7 @@ def serve(path: str, host: str, port: int, **keep: Any) -> None:
     eformer serve ./run --keep 3
     eformer serve ./run --port 8090    # and on the other machine: ssh -L 8090:127.0.0.1:8090 host
     """
-    from eformer._engine.pages.serve import serve as carry_out
+    from eformer._engine.pages.server import serve as carry_out
 
     def ready(site: Site) -> None:
         if not site.is_loopback:

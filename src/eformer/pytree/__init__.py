@@ -7,26 +7,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from eformer.pytree._serialization import MAX_CHUNK_SIZE as MAX_CHUNK_SIZE
-    from eformer.pytree._serialization import compress_bytes as compress_bytes
-    from eformer.pytree._serialization import current_path as current_path
-    from eformer.pytree._serialization import decompress_bytes as decompress_bytes
-    from eformer.pytree._serialization import from_bytes as from_bytes
-    from eformer.pytree._serialization import from_compressed_bytes as from_compressed_bytes
-    from eformer.pytree._serialization import from_state_dict as from_state_dict
-    from eformer.pytree._serialization import get_serialization_info as get_serialization_info
-    from eformer.pytree._serialization import is_serializable as is_serializable
-    from eformer.pytree._serialization import load_from_file as load_from_file
-    from eformer.pytree._serialization import msgpack_restore as msgpack_restore
-    from eformer.pytree._serialization import msgpack_serialize as msgpack_serialize
-    from eformer.pytree._serialization import register_serialization_state as register_serialization_state
-    from eformer.pytree._serialization import save_to_file as save_to_file
-    from eformer.pytree._serialization import to_bytes as to_bytes
-    from eformer.pytree._serialization import to_compressed_bytes as to_compressed_bytes
-    from eformer.pytree._serialization import to_state_dict as to_state_dict
-
-__all__ = [
+_NAMES = [
     "MAX_CHUNK_SIZE",
     "compress_bytes",
     "current_path",
@@ -46,10 +27,15 @@ __all__ = [
     "to_state_dict",
 ]
 
+if TYPE_CHECKING:
+    from eformer.pytree._serialization import *  # noqa: F403
+else:
+    __all__ = _NAMES  # type checkers go by the import
+
 
 def __getattr__(name: str) -> Any:
     # Late, because the module imports jax.
-    if name not in __all__:
+    if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from eformer._engine.tasks.interrupts import held_back
 
@@ -58,4 +44,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return list(__all__)
+    return list(_NAMES)

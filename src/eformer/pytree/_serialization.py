@@ -7,8 +7,10 @@ malformed or hostile bytes raise a ValueError.
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
+import zlib
 from contextlib import suppress
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any
@@ -33,8 +35,6 @@ from eformer._engine.trees.state_dicts import (
     to_state_dict,
 )
 from eformer.errors import FormatError, MismatchError
-from eformer.pytree._gzip import gzip_compress as _gzip_compress
-from eformer.pytree._gzip import gzip_decompress as _gzip_decompress
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -107,13 +107,18 @@ def from_bytes(target: Any, encoded_bytes: bytes) -> Any:
 
 
 def compress_bytes(data: bytes) -> bytes:
-    """Compress `data` with gzip. Equal input gives equal output."""
-    return _gzip_compress(data)
+    """Compress `data` with gzip. Equal input gives equal output, because the header has no time and no name."""
+    return zlib.compress(data, level=6, wbits=16 + zlib.MAX_WBITS)
 
 
 def decompress_bytes(data: bytes) -> bytes:
     """Decompress gzip. Raises a ValueError if `data` is damaged or not gzip."""
-    return _gzip_decompress(data)
+    if not data:
+        raise FormatError("not gzip: the input is empty")
+    try:
+        return gzip.decompress(data)
+    except (OSError, EOFError, zlib.error) as error:
+        raise FormatError(f"not gzip, or damaged: {error}") from error
 
 
 def to_compressed_bytes(target: Any) -> bytes:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from eformer._engine.formats.find import find, problem_of, reread
+from eformer._engine.formats.found import kinds_if_there
 from eformer._engine.formats.steps import CHECKPOINTER_FILE
 from eformer._engine.record.step_names import step_number
 from eformer._engine.record.values import parse_json
@@ -46,11 +47,9 @@ def find_latest_checkpoint(base_path: str | os.PathLike[str]) -> str | None:
         'runs/llama/run-1000'
     """
     root = str(base_path)
-    try:
-        names = store_at(root).kinds()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    inner = [name for name, kind in names.items() if kind == "directory" and _may_be_one(name)]
+    names = kinds_if_there(store_at(root))
+    # Not hidden directories, and checkpoints that were put aside: run-100.damaged.
+    inner = [name for name, kind in names.items() if kind == "directory" and "." not in name]
     found = [_finished(os.path.join(root, name)) for name in inner]  # noqa: PTH118  URLs, too
     for step in sorted(filter(None, found), key=lambda step: (step.number, step.path), reverse=True):
         if (problem := step.problem()) is None:
@@ -58,11 +57,6 @@ def find_latest_checkpoint(base_path: str | os.PathLike[str]) -> str | None:
         logger.warning("%s is skipped, because it is not whole: %s", step.path, problem)
     own = _finished(root) if CHECKPOINTER_FILE in names else None
     return root if own is not None and own.problem() is None else None
-
-
-def _may_be_one(name: str) -> bool:
-    """Leave out hidden directories, and checkpoints that were put aside: run-100.damaged."""
-    return "." not in name
 
 
 def _finished(path: str) -> Step | None:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 import logging
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
+import msgspec
 import numpy as np
 
 from eformer._engine.formats.safetensors.names import SUFFIX
 from eformer._engine.formats.zarr.read import discover
 from eformer._engine.loading.load import load_tree
-from eformer._engine.loading.request import PlacementRequest, Request
 from eformer._engine.record.digests import sha256_of
 from eformer._engine.record.dtypes import floating_dtype, raw_pieces
 from eformer._engine.record.indexes import INDEX
+from eformer._engine.record.names import readable
 from eformer._engine.record.options import SaveOptions
+from eformer._engine.record.values import MALFORMED_JSON
 from eformer._engine.saving.pending import Pending, wait_for
 from eformer._engine.saving.run import carry_out, run_in_background
 from eformer._engine.saving.save import refuse_swapped, start
@@ -38,14 +41,17 @@ from eformer._engine.tasks.forks import Lock
 from eformer._engine.tasks.interrupts import held_back, uninterrupted
 from eformer._engine.trees.devices import is_key
 from eformer.paths import GCSPath, LocalPath, ePath
-from eformer.serialization._keys import by_key
-from eformer.serialization._metadata import CheckpointMetadata, checksums_of, metadata_of
+from eformer.serialization.serialization import request_of
 from eformer.serialization.utils import apply_gather_functions, is_gcs_path, mesh_of, to_host
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
     from jax.sharding import Mesh, PartitionSpec
 
+    from eformer._engine.loading.request import Request
+    from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.saving.run import Save
 
 __all__ = ["AsyncCheckpointManager", "CheckpointMetadata"]
@@ -57,6 +63,45 @@ Callback = Callable[[jax.Array, str], jax.Array]
 Rules = Mapping[str, "PartitionSpec"] | Sequence[tuple[str, "PartitionSpec"]]
 
 _DEFAULT_TIMEOUT = 400  # seconds; GLOBAL_CHECKPOINT_TIMEOUT overrides it
+
+
+@dataclasses.dataclass
+class CheckpointMetadata:
+    """Describe when and by what a checkpoint was saved, and what it contains. Fields that are None are filled in.
+
+    version             the version of eFormer that documents these fields
+    timestamp           when it was saved
+    checksum            SHA-256 by key, if validation is on
+    array_metadata      shape and dtype by key
+    framework_version   the version of jax
+    custom_metadata     the `metadata` of the save
+    """
+
+    version: str = "0.0.90"
+    timestamp: str | None = None
+    checksum: dict[str, str] | None = None
+    array_metadata: dict[str, dict[str, Any]] | None = None
+    framework_version: str | None = None
+    custom_metadata: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.timestamp is None:
+            self.timestamp = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+        if self.framework_version is None:
+            self.framework_version = jax.__version__
+        self.checksum = {} if self.checksum is None else self.checksum
+        self.array_metadata = {} if self.array_metadata is None else self.array_metadata
+        self.custom_metadata = {} if self.custom_metadata is None else self.custom_metadata
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields by name, as plain values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> CheckpointMetadata:
+        """Create an instance from `data`, a dict of its fields. Unknown fields are ignored."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in data.items() if name in known})
 
 
 class AsyncCheckpointManager:
@@ -143,12 +188,11 @@ class AsyncCheckpointManager:
         """
         refuse_swapped(tree, path, "save(tree, path)")
         where = self._resolve(path)
-        if self._is_disabled(where):
-            return where
         gather = _Gather(mesh, gather_fns, do_all_gather, cpu_offload, self.verbose)
-        carry_out(self._start(tree, where, prefix, metadata, float_dtype, gather))
-        if callback is not None:
-            callback(where)
+        if save := self._start(tree, where, prefix, metadata, float_dtype, gather):
+            carry_out(save)
+            if callback is not None:
+                callback(where)
         return where
 
     save = save_tree
@@ -175,11 +219,11 @@ class AsyncCheckpointManager:
         with held_back() as block:
             pending = Pending(where)
             block.otherwise = pending.give_up
-            if self._is_disabled(where):
-                pending.start(lambda: None)
-                return pending
             gather = _Gather(mesh, gather_fns, do_all_gather, cpu_offload, self.verbose)
             save = self._start(tree, where, prefix, metadata, float_dtype, gather, detach=True)
+            if save is None:
+                pending.start(lambda: None)
+                return pending
             with self._lock:
                 self._pending = [p for p in self._pending if not (p.done() and p.was_asked)] + [pending]
             run_in_background(save, pending, after=None if callback is None else lambda: callback(where))
@@ -210,10 +254,9 @@ class AsyncCheckpointManager:
         _require_prefix(prefix)
         refuse_swapped(pytree, path, "save_pytree(pytree, path)")
         where = self._resolve(path)
-        if self._is_disabled(where):
-            return where
         gather = _Gather(mesh, None, do_all_gather, cpu_offload, self.verbose)
-        carry_out(self._start(pytree, where, prefix, extras, dtype, gather, write_index=write_index))
+        if save := self._start(pytree, where, prefix, extras, dtype, gather, write_index=write_index):
+            carry_out(save)
         return where
 
     @uninterrupted
@@ -245,7 +288,11 @@ class AsyncCheckpointManager:
         *,
         detach: bool = False,
         write_index: bool = True,
-    ) -> Save:
+    ) -> Save | None:
+        """Start a save; return None if saving is turned off."""
+        if self.enable is False:
+            logger.warning("saving is turned off (enable=False): not writing %s", where)
+            return None
         dtype = self.float_dtype if dtype is None else dtype
         options = SaveOptions(
             dtype=None if dtype is None else floating_dtype(dtype),
@@ -265,11 +312,6 @@ class AsyncCheckpointManager:
             write_index=write_index,
             first=gather,
         )
-
-    def _is_disabled(self, where: str) -> bool:
-        if self.enable is False:
-            logger.warning("saving is turned off (enable=False): not writing %s", where)
-        return self.enable is False
 
     # -------------------------------------------------------------------------------------------- load
 
@@ -311,13 +353,14 @@ class AsyncCheckpointManager:
             prefix = _same(prefix, prefix_filter)
         if dtype is not None:
             floating_dtype(dtype)  # "like" needs a template
-        request = Request(
+        request = request_of(
+            mesh,
             prefix=prefix,
-            placement=_placement(
-                mesh=mesh, rules=partition_rules, shardings=shardings, every_leaf=not mismatch_allowed
-            ),
+            rules=partition_rules,
+            shardings=shardings,
+            every_leaf=not mismatch_allowed,
             dtype=dtype,
-            callback=by_key(callback),
+            callback=callback,
             batch=chunk_size,
             verify=validate is not False,
         )
@@ -364,12 +407,15 @@ class AsyncCheckpointManager:
         `strict_shapes=False` reshapes leaves with the same number of elements.
         """
         _require_prefix(prefix)
-        request = Request(
+        request = request_of(
+            mesh,
             like=template,
             prefix=prefix,
-            placement=_placement(mesh=mesh, rules=partition_rules, shardings=shardings, replicate=True),
+            rules=partition_rules,
+            shardings=shardings,
+            replicate=True,
             dtype=dtype,
-            callback=by_key(callback),
+            callback=callback,
             batch=chunk_size,
             reshape=not strict_shapes,
             like_name="template",
@@ -380,9 +426,9 @@ class AsyncCheckpointManager:
         where = self._resolve(path)
         self._log("loading from %s", where)
         if self.enable_validation if validate is None else validate:
-            request = dataclasses.replace(request, sha256=checksums_of)
+            request = dataclasses.replace(request, sha256=_checksums_of)
         loaded = load_tree(where, request)
-        return loaded.tree, metadata_of(loaded.entry).to_dict()
+        return loaded.tree, _metadata_of(loaded.entry).to_dict()
 
     # ------------------------------------------------------------------------------------------- paths
 
@@ -451,10 +497,6 @@ def _same(prefix: str | None, prefix_filter: str) -> str:
     return prefix_filter
 
 
-# Where leaves go, by the arguments of the documented doors.
-_placement = partial(PlacementRequest, moves_numpy=True, rules_name="partition_rules")
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Gather:
     """The gathering of a tree before it is saved."""
@@ -480,3 +522,64 @@ def _gather_leaf(leaf: Any, mesh: Mesh | None, cpu_offload: bool) -> Any:
     if jax.process_count() > 1 and leaf.is_fully_addressable:  # every process has a whole array of its own
         return jax.device_put(leaf, jax.local_devices(backend="cpu")[0]) if cpu_offload else leaf
     return to_host(leaf, None, mesh or mesh_of(leaf), cpu_offload)
+
+
+# ----------------------------------------------------------------------------------------- metadata
+
+
+def _metadata_of(tree: TreeEntry) -> CheckpointMetadata:
+    """Return the metadata of a tree, saved by eformer or by another program."""
+    keys = _keys_of(tree.leaves)
+    arrays = {
+        keys[name]: {"dtype": entry.logical_dtype, "shape": list(entry.logical_shape)}
+        for name, entry in tree.leaves.items()
+    }
+    if not tree.has_digests:
+        return _foreign_metadata(tree.metadata, arrays)
+    return CheckpointMetadata(
+        timestamp=tree.saved_at,
+        checksum={keys[name]: sha256 for name, sha256 in _checksums_of(tree).items()},
+        array_metadata=arrays,
+        framework_version=tree.written_by.rpartition("jax ")[2],
+        custom_metadata=tree.metadata,
+    )
+
+
+def _keys_of(names: Iterable[str]) -> dict[str, str]:
+    """Map names to dotted keys; a name whose dotted key would be ambiguous maps to itself."""
+    keys = {name: readable(name) for name in names}
+    count = Counter(keys.values())
+    return {name: key if count[key] == 1 else name for name, key in keys.items()}
+
+
+def _checksums_of(tree: TreeEntry) -> dict[str, str]:
+    """Return the recorded SHA-256 of each leaf, by name."""
+    if tree.has_digests:
+        return {name: entry.sha256 for name, entry in tree.leaves.items() if entry.sha256}
+    recorded = _foreign_metadata(tree.metadata, {}).checksum or {}
+    return {name: recorded[key] for name, key in _keys_of(tree.leaves).items() if key in recorded}
+
+
+def _foreign_metadata(found: dict[str, Any], arrays: dict[str, dict[str, Any]]) -> CheckpointMetadata:
+    """Parse the metadata of the original eFormer, or take all of it for the user's."""
+    if "timestamp" not in found or "custom_metadata" not in found:
+        return CheckpointMetadata(
+            timestamp="", array_metadata=arrays, framework_version="", custom_metadata=found
+        )
+    record = {name: _decoded(value) if name not in _TEXT else value for name, value in found.items()}
+    for name, kind in (("checksum", dict), ("custom_metadata", dict), ("framework_version", str)):
+        if not isinstance(record.get(name), kind):
+            record[name] = kind()
+    return CheckpointMetadata.from_dict(record | {"array_metadata": arrays})
+
+
+_TEXT = ("version", "timestamp")
+
+
+def _decoded(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return msgspec.json.decode(value)
+    except MALFORMED_JSON:
+        return value

@@ -391,8 +391,15 @@ class Checkpointer:
             raise ValueError("prefix is required when structured=True")
         where = self._find(path, discover_latest, discover_raise=True)
         like = {"template": template, "strict_shapes": strict_shapes} if structured else {}
-        placement = {"shardings": shardings, "partition_rules": partition_rules, "dtype": dtype}
-        return self._load(where, mesh, like, prefix=prefix, **placement)
+        return self._load(
+            where,
+            mesh,
+            like,
+            prefix=prefix,
+            shardings=shardings,
+            partition_rules=partition_rules,
+            dtype=dtype,
+        )
 
     def load_pytree(
         self,

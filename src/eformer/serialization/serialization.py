@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 from eformer._engine.loading.load import load_tree
 from eformer._engine.loading.request import PlacementRequest, Request
 from eformer._engine.processes import hosts as _hosts
+from eformer._engine.record.names import readable as _readable
 from eformer._engine.saving.jax_manager import serialize_with
 from eformer._engine.saving.run import carry_out
 from eformer._engine.saving.save import refuse_swapped, start
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.trees.key_paths import is_array_like, join_key, leaf_key_paths
-from eformer.serialization._keys import by_key
 
 if TYPE_CHECKING:
     import os
@@ -98,16 +98,31 @@ def tree_deserialize_leaves(
     if manager is not None:
         finish: Any = manager.wait_until_finished  # untyped
         finish()
-    request = Request(
-        prefix=prefix,
-        placement=PlacementRequest(
-            mesh=mesh,
-            rules=partition_rules,
-            shardings=shardings,
-            moves_numpy=True,
-            rules_name="partition_rules",
-        ),
-        callback=by_key(callback),
-        batch=chunk_size,
+    request = request_of(
+        mesh, prefix=prefix, rules=partition_rules, shardings=shardings, callback=callback, batch=chunk_size
     )
     return load_tree(checkpoint_dir, request).tree
+
+
+def request_of(
+    mesh: Mesh | None,
+    *,
+    rules: Rules | None,
+    shardings: Any,
+    callback: Callable[[jax.Array, str], jax.Array] | None,
+    every_leaf: bool = False,
+    replicate: bool = False,
+    **others: Any,
+) -> Request:
+    """Return the request of a documented load: every array goes to the mesh, and `callback` is given dotted keys."""
+    placement = PlacementRequest(
+        mesh=mesh,
+        rules=rules,
+        shardings=shardings,
+        every_leaf=every_leaf,
+        replicate=replicate,
+        moves_numpy=True,
+        rules_name="partition_rules",
+    )
+    by_key = None if callback is None else lambda array, name: callback(array, _readable(name))
+    return Request(placement=placement, callback=by_key, **others)

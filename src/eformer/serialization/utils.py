@@ -24,7 +24,7 @@ from eformer._engine.trees.key_paths import is_array_like, leaf_key_paths
 from eformer.paths import GCSPath
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 __all__ = [
     "apply_gather_functions",
@@ -70,27 +70,22 @@ def shard_filename(base_prefix: str, idx: int, total: int) -> str:
     """Return the file name of shard `idx`, counted from 1, of `total`: `base_prefix` with a number and a suffix."""
     if not 1 <= idx <= total:
         raise ValueError(f"shard {idx} of {total}: shards are counted from 1 to the total")
-    return shard_name(_text(base_prefix), idx, total)
+    return shard_name(str(base_prefix), idx, total)
 
 
 def index_filename(base_prefix: str) -> str:
     """Return the file name of the index that maps the tensors of `base_prefix` to shards."""
-    return _text(base_prefix) + INDEX_SUFFIX
+    return str(base_prefix) + INDEX_SUFFIX
 
 
 def derive_base_prefix_from_path(path_str: str) -> str:
     """Strip the suffix of a safetensors file, a shard or an index from `path_str`."""
-    text = _text(path_str)
+    text = str(path_str)
     if text.endswith(INDEX_SUFFIX):
         return text.removesuffix(INDEX_SUFFIX)
     stem = _SAVE_ID.sub("", text.removesuffix(SUFFIX)) if text.endswith(SUFFIX) else text
     shard = split_shard(stem)
     return shard[0] if shard else stem
-
-
-def _text(path: Any) -> str:
-    """Return a path as text. Paths in a bucket are not os.PathLike."""
-    return path if isinstance(path, str) else str(path)
 
 
 # --------------------------------------------------------------------------------------------- sizes
@@ -145,14 +140,9 @@ def _stored_nbytes(array: Any) -> int:
 
 def estimate_available_memory() -> int:
     """Estimate the available memory in bytes: the least of the machine, the control group and the devices."""
-    return max(0, min([available_memory(), *_device_memory()]))
-
-
-def _device_memory() -> Iterator[int]:
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    known = [s for s in stats if "bytes_limit" in s]
-    if known:
-        yield sum(s["bytes_limit"] - s.get("bytes_in_use", 0) for s in known)
+    free = [s["bytes_limit"] - s.get("bytes_in_use", 0) for s in stats if "bytes_limit" in s]
+    return max(0, min(available_memory(), sum(free))) if free else available_memory()
 
 
 def _require_positive(limit: int, name: str) -> None:
@@ -196,7 +186,7 @@ def apply_gather_functions(
         raise KeyError(f"no gather function for {', '.join(hints)}")
     if missing and verbose:
         logger.warning("no gather function for %d leaves, the first is %r", len(missing), missing[0])
-    return jax.tree.map(lambda name, leaf: functions.get(name, _unchanged)(leaf), names, state)
+    return jax.tree.map(lambda name, leaf: functions[name](leaf) if name in functions else leaf, names, state)
 
 
 def _on_host(x: Any) -> Any:
@@ -216,10 +206,6 @@ def mesh_of(array: jax.Array) -> jax.sharding.Mesh:
         return mesh
     devices: set[Any] = array.sharding.device_set  # untyped
     return jax.sharding.Mesh(np.array(sorted(devices, key=lambda device: device.id)), ("all",))
-
-
-def _unchanged(x: Any) -> Any:
-    return x
 
 
 def read_process_array(

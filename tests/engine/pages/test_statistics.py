@@ -47,6 +47,10 @@ def test_statistics_are_those_of_numpy_whatever_the_boxes(array, cuts):
         assert math.isclose(found.std, finite.std(), rel_tol=1e-6, abs_tol=1e-9 * size)
 
 
+def test_a_signalling_nan_is_counted_without_a_warning():
+    assert collected(np.array([0x7F81, 0], "u2").view(ml_dtypes.bfloat16)).nans == 1
+
+
 @given(arrays(), st.lists(st.integers(0, 64), max_size=3))
 def test_a_histogram_counts_every_finite_element(array, cuts):
     found = collected(array, cuts)

@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 
 from eformer._engine.record.digests import sha256_of, xxh3_128, xxh3_128_of
 from eformer.errors import FormatError
-from eformer.pytree._gzip import gzip_compress, gzip_decompress
+from eformer.pytree import compress_bytes, decompress_bytes
 
 
 @given(st.binary())
 def test_gzip_comes_back_is_deterministic_and_is_what_gzip_reads(data):
-    packed = gzip_compress(data)
-    assert gzip_decompress(packed) == data == gzip.decompress(packed)
-    assert gzip_compress(data) == packed
+    packed = compress_bytes(data)
+    assert decompress_bytes(packed) == data == gzip.decompress(packed)
+    assert compress_bytes(data) == packed
 
 
 def test_gzip_of_other_writers_is_read_in_several_members_and_with_padding():
-    assert gzip_decompress(gzip.compress(b"one") + gzip.compress(b"two") + bytes(100)) == b"onetwo"
+    assert decompress_bytes(gzip.compress(b"one") + gzip.compress(b"two") + bytes(100)) == b"onetwo"
 
 
 @pytest.mark.parametrize(
@@ -28,15 +28,15 @@ def test_gzip_of_other_writers_is_read_in_several_members_and_with_padding():
 )
 def test_damaged_gzip_is_a_value_error(spoil):
     with pytest.raises(FormatError, match="not gzip"):
-        gzip_decompress(spoil(gzip_compress(bytes(1000))))
+        decompress_bytes(spoil(compress_bytes(bytes(1000))))
 
 
 def test_every_flipped_bit_of_gzip_content_is_noticed():
-    packed = bytearray(gzip_compress(bytes(range(256))))
+    packed = bytearray(compress_bytes(bytes(range(256))))
     for position in range(10, len(packed)):
         packed[position] ^= 1
         with pytest.raises(FormatError):
-            gzip_decompress(bytes(packed))
+            decompress_bytes(bytes(packed))
         packed[position] ^= 1
 
 

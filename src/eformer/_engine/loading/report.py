@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eformer._engine.record.text import few, glance
+from eformer._engine.record.text import count, few, glance
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class LoadReport:
         return glance(str(self))
 
     def __str__(self) -> str:
-        parts = [f"{len(self.loaded):,} {'leaf' if len(self.loaded) == 1 else 'leaves'} loaded"]
+        parts = [f"{count(len(self.loaded), 'leaf', 'leaves')} loaded"]
         if self.resized:
             parts.append(f"{len(self.resized)} of them resized ({few(self.resized)})")
         if self.kept:

@@ -22,7 +22,6 @@ from eformer._engine.pages.live import LiveRun, identity_of
 from eformer._engine.pages.page import SCRIPTS, STYLES, asset, joined
 from eformer._engine.pages.report import made
 from eformer._engine.pages.requests import WITH_SLASH, Answer, RefusedError, Request, as_error, as_json
-from eformer._engine.pages.timeline import rule_text
 from eformer._engine.record.text import printable
 from eformer._engine.stores.locate import store_at
 from eformer.errors import EformerError, NotFoundError
@@ -95,12 +94,8 @@ class Pages:
         news = run.news()
         if known == (etag := f'"{news.version}"'):
             return Answer(etag=etag)
-        about = {
-            "title": self.title,
-            "path": printable(run.store.url),
-            "rules": list(map(rule_text, run.rules)),
-        }
-        return as_json(about | news.as_json() | made(), etag=etag)
+        facts = news.as_json(run.store.url, run.rules) | {"title": self.title} | made()
+        return as_json(facts, etag=etag)
 
     def _facts(self, name: str, request: Request, number: int | None) -> Answer:
         other = self._other(request)

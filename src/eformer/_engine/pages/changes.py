@@ -12,9 +12,9 @@ from eformer._engine.record.text import printable
 from eformer._engine.tools.compare import became_text, describe, plain_became, recorded_difference
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from eformer._engine.pages.contents import Leaf
+    from eformer._engine.pages.contents import Contents, Leaf
     from eformer._engine.tools.compare import Comparison
 
 _MOST_LARGEST = 10
@@ -74,13 +74,17 @@ def rounded(number: float, digits: int) -> float:
 SAME = Change("same", relative=0.0, largest=0.0, share=0.0)
 
 
-def recorded_change(after: Leaf, before: Leaf | None, *, have_digests: bool) -> Change | None:
-    """Return how a leaf differs, as far as the records tell; None if its values have to be compared.
+def recorded_change(contents: Contents, after: Leaf, other: Contents) -> Change | None:
+    """Return how a leaf differs from that of the other checkpoint, as far as the records tell; None if its values have
+    to be compared.
 
     Leaves with the same digests are equal, and none of their bytes have to be read to know it.
     """
+    before = other.counterpart(after, contents)
     if before is None:
         return Change("added")
+    views = contents.views[after.prefix], other.views[before.prefix]
+    have_digests = all(view.tree.has_digests for view in views)
     differs = recorded_difference(before.record, after.record, have_digests=have_digests)
     if differs is None:
         return None
@@ -115,13 +119,15 @@ def _was_and_is(before: Leaf, after: Leaf) -> str:
 
 
 def overview(
-    leaves: Sequence[Leaf], removed: Sequence[Leaf], found: Mapping[str, Change], *, most: int = 500
+    contents: Contents, other: Contents, found: Mapping[str, Change], *, most: int = 500
 ) -> dict[str, Any]:
     """Describe the changes of a checkpoint as a whole, as JSON.
 
     Return counts, the leaves that became NaN or infinite, the leaves that were added and removed, the ten largest
     changes, and the heat maps.
     """
+    leaves = contents.leaves
+    removed = [leaf for leaf in other.leaves if contents.counterpart(leaf, other) is None]
     by_status = Counter(change.status for change in found.values())
     became = [leaf.path for leaf in leaves if found[leaf.path].became]
     loud = {"became": len(became)} if became else {}
@@ -138,7 +144,7 @@ def overview(
         "removed": [_brief(leaf) for leaf in removed[:most]],
         "largest": largest[False][:_MOST_LARGEST],
         "state": largest[True][:_MOST_LARGEST],
-        "heatmaps": heatmaps([(leaf.path, leaf.nbytes, found[leaf.path]) for leaf in leaves if leaf.entry]),
+        "heatmaps": heatmaps([leaf for leaf in leaves if leaf.entry], found),
     }
 
 
@@ -161,30 +167,26 @@ def weight(change: Change | None) -> tuple[int, float]:
     return _RANKS[change.status], change.relative or 0.0
 
 
-def heatmaps(leaves: Iterable[tuple[str, int, Change]]) -> list[dict[str, Any]]:
+def heatmaps(leaves: Sequence[Leaf], found: Mapping[str, Change]) -> list[dict[str, Any]]:
     """Return heat maps as JSON, for each stack of layers: the relative change of every module in every layer.
 
     One more map has all leaves outside of layers, each in the row of its module. A map with leaves that became NaN or
     infinite is first, then the map with the most bytes.
     """
-    leaves = list(leaves)
-    at = _layer_positions([path for path, _, _ in leaves])
+    at = _layer_positions([leaf.path for leaf in leaves])
     stacks: dict[tuple[str, str] | None, list[tuple[str, str, int, Change]]] = defaultdict(list)
-    for path, nbytes, change in leaves:
-        parts = path.split(".")
-        if path in at:
-            where = at[path]
-            match = _NUMBER.search(parts[where])
-            assert match
+    for leaf in leaves:
+        parts, where = leaf.path.split("."), at.get(leaf.path, -1)
+        match = _NUMBER.search(parts[where]) if where >= 0 else None
+        ends, row, column = None, ".".join(parts[:-1]), parts[-1]
+        if match:
             before, after = parts[where][: match.start()], parts[where][match.end() :]
             ends = ".".join([*parts[:where], before]), after
-            stacks[ends].append((".".join(parts[where + 1 :]), match[0], nbytes, change))
-        else:
-            stacks[None].append((".".join(parts[:-1]), parts[-1], nbytes, change))
+            row, column = ".".join(parts[where + 1 :]), match[0]
+        stacks[ends].append((row, column, leaf.nbytes, found[leaf.path]))
     maps = [_heatmap(ends, cells) for ends, cells in stacks.items()]
-    maps = [found for found in maps if found["nbytes"]]
     return sorted(
-        maps,
+        (one for one in maps if one["nbytes"]),
         key=lambda one: (not one["became"], not one["stack"], is_of_optimizer(one["stack"]), -one["nbytes"]),
     )
 

@@ -11,7 +11,7 @@ from eformer._engine.pages.changes import overview
 from eformer._engine.pages.contents import contents_of
 from eformer._engine.pages.facts import columns, leaf_facts
 from eformer._engine.pages.reading import measure_one
-from eformer._engine.pages.report import changes_of, made, removed_from
+from eformer._engine.pages.report import changes_of, made
 from eformer._engine.pages.requests import RefusedError, as_json
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class OpenCheckpoint:
         with ExitStack() as stack:
             self._contents = stack.enter_context(contents_of(path))
             self._other = stack.enter_context(contents_of(against)) if against is not None else None
-            self._changes = changes_of(self._contents, self._other, {}) if self._other else {}
+            self._changes = changes_of(self._contents, self._other, {})
             self._stack = stack.pop_all()
         self._measured: dict[str, Measured] = {}
         self._columns: Answer | None = None
@@ -88,7 +88,7 @@ class OpenCheckpoint:
         if self._other is None:
             return None
         with self._lock:
-            return overview(self._contents.leaves, removed_from(self._contents, self._other), self._changes)
+            return overview(self._contents, self._other, self._changes)
 
     def leaf(self, path: str, has_gone: Callable[[], bool]) -> Json | None:
         """Describe a leaf; read it first, unless it was read before. None if there is no such leaf.

@@ -183,9 +183,8 @@ class Contents:
         ]
 
     def _notes(self) -> list[str]:
-        if not self.left_out:
-            return self._problems()
-        return [*self._problems(), printable(f"not read, and may hold leaves: {few(self.left_out)}")]
+        left_out = [f"not read, and may hold leaves: {few(self.left_out)}"] if self.left_out else []
+        return [*self._problems(), *map(printable, left_out)]
 
 
 def contents_of(path: str | os.PathLike[str], prefix: str | None = None) -> Contents:
@@ -201,7 +200,7 @@ def contents_of(path: str | os.PathLike[str], prefix: str | None = None) -> Cont
             contents.views[each] = view
             contents.leaves += _leaves(view.tree, each, "" if contents.is_one else f"{TREE}{escape(each)}")
         if contents.problems and not contents.views:
-            raise_again(path, contents.prefixes[0])
+            open_view(path, prefix=contents.prefixes[0]).close()  # which raises its error again
         contents.stack = stack.pop_all()
     return contents
 
@@ -226,33 +225,14 @@ def _view(path: str | os.PathLike[str], prefix: str, problems: dict[str, str]) -
         return view
 
 
-def raise_again(path: str | os.PathLike[str], prefix: str) -> None:
-    """Raise the error of opening a tree that cannot be opened."""
-    open_view(path, prefix=prefix).close()
-
-
 def _leaves(tree: TreeEntry, prefix: str, above: str) -> list[Leaf]:
     start = f"{above}." if above else ""
     arrays = [
-        Leaf(
-            start + name,
-            prefix,
-            name,
-            entry.logical_dtype,
-            entry.logical_shape,
-            entry.nbytes,
-            entry=entry,
-        )
+        Leaf(start + name, prefix, name, entry.logical_dtype, entry.logical_shape, entry.nbytes, entry=entry)
         for name, entry in tree.leaves.items()
     ]
     values = [
-        Leaf(
-            start + name,
-            prefix,
-            name,
-            value=shortened(_value_text(value), _MOST_SHOWN),
-            plain=Plain(value),
-        )
+        Leaf(start + name, prefix, name, value=_value_text(value), plain=Plain(value))
         for name, value in tree.raw_values.items()
     ]
     return arrays + values
@@ -260,9 +240,10 @@ def _leaves(tree: TreeEntry, prefix: str, above: str) -> list[Leaf]:
 
 def _value_text(recorded: Any) -> str:
     try:
-        return printable(_text(value_from_json(recorded)))
+        text = _text(value_from_json(recorded))
     except (ValueError, RecursionError) as error:  # not recorded; or a number with too many digits to print
-        return printable(str(error))
+        text = str(error)
+    return shortened(printable(text), _MOST_SHOWN)
 
 
 def _text(value: Any) -> str:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.steps import name_of_step
 from eformer._engine.pages.timeline import News, SeenStep, read_step, reasons
-from eformer._engine.record.policies import StepFacts
 from eformer._engine.record.text import printable
 from eformer._engine.runs.retention import removable
 from eformer._engine.runs.steps import resumed_from, steps
@@ -146,11 +145,10 @@ class LiveRun:
         sound = [step for step in seen if step.is_read and step.problem is None]
         if not self.rules or not sound:
             return {}
-        facts = [StepFacts(step.number, step.timestamp, step.metrics, step.is_foreign) for step in sound]
-        removed = removable(self.store, sound, facts, self.rules, now=time.time())
+        facts = {step.name: step.facts for step in sound}
         return {
-            "removed": frozenset(step.name for step in removed),
-            "reasons": reasons(facts, self.rules, resumed_from(self.store)),
+            "removed": frozenset(removable(self.store, facts, self.rules, now=time.time())),
+            "reasons": reasons([*facts.values()], self.rules, resumed_from(self.store)),
         }
 
     def _measure_sizes(self, names: Sequence[str]) -> None:

@@ -106,7 +106,7 @@ class _Pair:
         self.view: View = contents.views[leaf.prefix]
         self.other = other.counterpart(leaf, contents) if other else None
         self.other_view = other.views[self.other.prefix] if other and self.other else None
-        self.change = recorded_change_of(contents, leaf, other)
+        self.change = recorded_change(contents, leaf, other) if other else None
         self.dtype = StoredLeaf(self.view, leaf.name, self.entry).dtype
         self.is_compared = other is not None and self.change is None
 
@@ -114,25 +114,6 @@ class _Pair:
     def nbytes(self) -> int:
         other = self.other.entry if self.other else None
         return max(self.entry.nbytes, other.nbytes if other and self.is_compared else 0)
-
-    def collector(self) -> Collector | None:
-        return Collector(self.dtype) if has_statistics(self.dtype) and not self.entry.key else None
-
-    def done(self, collector: Collector | None, comparison: Comparison | None) -> Measured:
-        change = self.change
-        if comparison and self.other:
-            change = measured_change(self.leaf, self.other, comparison)
-        statistics = collector.result() if collector else None
-        return Measured(statistics, change, is_checked=self.view.tree.has_digests)
-
-
-def recorded_change_of(contents: Contents, leaf: Leaf, other: Contents | None) -> Change | None:
-    """Return how a leaf differs from that of the other checkpoint, as far as the records tell."""
-    if other is None:
-        return None
-    beside = other.counterpart(leaf, contents)
-    views = [contents.views[leaf.prefix], *([other.views[beside.prefix]] if beside else [])]
-    return recorded_change(leaf, beside, have_digests=all(view.tree.has_digests for view in views))
 
 
 def _tasks(
@@ -188,7 +169,7 @@ def _measure_batch(batch: Sequence[_Pair], room: Room, found: dict[str, Measured
 
 
 def _measured(pair: _Pair, boxes: Any) -> Measured:
-    collector = pair.collector()
+    collector = Collector(pair.dtype) if has_statistics(pair.dtype) and not pair.entry.key else None
     comparison = Comparison() if pair.is_compared else None
     for box, other in boxes:
         if collector:
@@ -196,7 +177,9 @@ def _measured(pair: _Pair, boxes: Any) -> Measured:
         if comparison:
             comparison.add(other, box)
         del box, other  # the next ones are read in their place
-    return pair.done(collector, comparison)
+    change = measured_change(pair.leaf, pair.other, comparison) if comparison and pair.other else pair.change
+    statistics = collector.result() if collector else None
+    return Measured(statistics, change, is_checked=pair.view.tree.has_digests)
 
 
 def _measure_large(pair: _Pair, room: Room, found: dict[str, Measured], meter: Meter) -> None:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.steps import is_run
-from eformer._engine.pages.changes import Change, overview
+from eformer._engine.pages.changes import Change, overview, recorded_change
 from eformer._engine.pages.contents import contents_of
 from eformer._engine.pages.facts import columns
 from eformer._engine.pages.page import MARK, page
-from eformer._engine.pages.reading import Measured, measure, recorded_change_of
+from eformer._engine.pages.reading import Measured, measure
 from eformer._engine.pages.timeline import alarms, run_facts
 from eformer._engine.record.policies import keep_from
 from eformer._engine.record.text import count, few
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from eformer._engine.pages.contents import Contents, Leaf
+    from eformer._engine.pages.contents import Contents
     from eformer._engine.record.policies import Keep
     from eformer._engine.tasks.progress import Progress
 
@@ -152,15 +152,15 @@ def became_in(report: HtmlReport) -> str:
     against = report.data.get("against")
     if not against or not against["became"]:
         return ""
-    number, leaves = against["counts"]["became"], [leaf["path"] for leaf in against["became"]]
-    return f"{number:,} {'leaf' if number == 1 else 'leaves'} became NaN or Inf: {few(leaves)}"
+    leaves = [leaf["path"] for leaf in against["became"]]
+    return f"{count(against['counts']['became'], 'leaf', 'leaves')} became NaN or Inf: {few(leaves)}"
 
 
 def _checkpoint_report(
     contents: Contents, other: Contents | None, values: bool, memory: int | None, progress: Progress
 ) -> HtmlReport:
     measured = measure(contents, other, memory=memory, progress=progress) if values else {}
-    found = changes_of(contents, other, measured) if other else {}
+    found = changes_of(contents, other, measured)
     summary = contents.summary() | made() | {
         "has_values": values,
         "verification": verification(contents, measured, values=values),
@@ -168,25 +168,24 @@ def _checkpoint_report(
     }  # fmt: skip
     data = {"version": 1, "kind": "checkpoint", "title": f"{summary['title']}: report", "summary": summary}
     if other:
-        removed = removed_from(contents, other)
-        data["against"] = overview(contents.leaves, removed, found)
+        data["against"] = overview(contents, other, found)
         summary["against"] = other.brief()
     return HtmlReport(contents.path, data | {"leaves": columns(contents, measured, found)})
 
 
-def changes_of(contents: Contents, other: Contents, measured: dict[str, Measured]) -> dict[str, Change]:
-    """Return how each leaf differs from that of the other checkpoint: as measured, or as far as the records tell."""
-    found = {}
+def changes_of(
+    contents: Contents, other: Contents | None, measured: dict[str, Measured]
+) -> dict[str, Change]:
+    """Return how each leaf differs from that of the other checkpoint, if there is one: as measured, or as far as the
+    records tell."""
+    found: dict[str, Change] = {}
+    if other is None:
+        return found
     for leaf in contents.leaves:
         read = measured.get(leaf.path)
         change = read.change if read else None
-        found[leaf.path] = change or recorded_change_of(contents, leaf, other) or Change("unknown")
+        found[leaf.path] = change or recorded_change(contents, leaf, other) or Change("unknown")
     return found
-
-
-def removed_from(contents: Contents, other: Contents) -> list[Leaf]:
-    """Return the leaves that only the other checkpoint has."""
-    return [leaf for leaf in other.leaves if contents.counterpart(leaf, other) is None]
 
 
 def made() -> dict[str, str]:

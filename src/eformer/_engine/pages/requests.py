@@ -28,11 +28,14 @@ class Site:
 
     @property
     def url(self) -> str:
-        return f"http://{_in_url(self.host)}:{self.port}/{self.token}/"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/{self.token}/"
 
     @property
     def is_loopback(self) -> bool:
-        return is_loopback(self.host)
+        """Tell whether only this machine reaches the address."""
+        address = _address(self.host)
+        return self.host == "localhost" if address is None else address.is_loopback
 
     def has_name(self, host: str) -> bool:
         """Tell whether a `Host` header names this site.
@@ -45,33 +48,20 @@ class Site:
             return False
         if self.is_loopback:
             return name in (*_LOOPBACK_NAMES, self.host.lower())
-        return name == self.host.lower() or _is_address(name.strip("[]"))
+        return name == self.host.lower() or _address(name.strip("[]")) is not None
 
 
-def is_loopback(host: str) -> bool:
-    """Tell whether only this machine reaches an address."""
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host)
     except ValueError:
-        return host == "localhost"
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+        return None
 
 
 def _split(host: str) -> tuple[str, str]:
     """Split a `Host` header into name and port, which browsers leave out if it is 80."""
     name, colon, port = host.rpartition(":")
     return (name, port) if colon and not port.endswith("]") else (host, "80")
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,27 +7,32 @@ limit for the time of a whole request, for its length, and for the number of con
 
 from __future__ import annotations
 
+import gc
 import gzip
 import io
 import logging
+import secrets
 import select
 import socket
 import socketserver
 import sys
 import threading
 import time
+from contextlib import closing, suppress
 from dataclasses import replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from eformer._engine.pages.addresses import Pages
 from eformer._engine.pages.requests import RefusedError, Site, admitted, as_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from eformer._engine.pages.requests import Answer, Request
+    from eformer._engine.record.policies import Keep
 
 logger = logging.getLogger("eformer.serve")
 
@@ -52,6 +57,27 @@ _HEADERS = {
 }
 
 
+def serve(
+    path: str,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    rules: Sequence[Keep] = (),
+    ready: Callable[[Site], None],
+) -> None:
+    """Serve pages about the run or the checkpoint at `path` to everybody who has the address. Nothing is ever written.
+
+    The address has a random token, and is given to `ready` before the first request is answered. Returns when it is
+    interrupted.
+    """
+    # The leaves of a checkpoint are many small objects that live long: looking through them takes half of the time.
+    gc.set_threshold(200_000, 20, 50)
+    with closing(Pages(path, rules)) as pages, Server(host, port, secrets.token_urlsafe(24), pages) as server:
+        ready(server.site)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever(poll_interval=0.1)
+
+
 class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     """Answer requests until it is closed. `answer` is called in the thread of a connection, with what was asked for."""
 
@@ -61,10 +87,11 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     request_queue_size = MOST_CONNECTIONS
 
     def __init__(self, host: str, port: int, token: str, answer: Callable[[Request], Answer]) -> None:
-        self.address_family, _, _, _, address = _resolved(host, port)
         self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self.answer = answer
         try:
+            found: Any = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            self.address_family, _, _, _, address = found
             super().__init__(address, _Connection)
         except OSError as error:
             raise OSError(f"cannot listen at {host}, port {port}: {error.strerror}") from error
@@ -85,13 +112,6 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exc_info()[1], OSError):  # not: the client has gone, or is too slow
             logger.exception("a connection has failed")
-
-
-def _resolved(host: str, port: int) -> Any:
-    try:
-        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except socket.gaierror as error:
-        raise OSError(f"cannot listen at {host}, port {port}: {error.strerror}") from error
 
 
 class _TooLongError(Exception):

@@ -9,7 +9,7 @@ the first elements. Of dtypes with at most 16 bits every bit pattern is counted,
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -124,19 +124,20 @@ class _PatternCounts:
 
     def result(self) -> Statistics:
         patterns, counts = self.tally.counts()
-        values = patterns.view(self.dtype).astype(np.float64)
+        values = _as_doubles(patterns.view(self.dtype))
         finite = np.isfinite(values)
         points, weights = values[finite], counts[finite]
         moments = _Moments()
         moments.add_counted(points, weights)
         return _statistics(
-            int(counts.sum()),
+            self.dtype,
             moments,
+            (points, weights),
+            size=int(counts.sum()),
             zeros=int(weights[points == 0].sum()),
             nans=int(counts[np.isnan(values)].sum()),
-            infinities=(int(counts[values == np.inf].sum()), int(counts[values == -np.inf].sum())),
-            points=(points, weights),
-            dtype=self.dtype,
+            positive_infinities=int(counts[values == np.inf].sum()),
+            negative_infinities=int(counts[values == -np.inf].sum()),
         )
 
 
@@ -181,13 +182,14 @@ class _WideCounts:
 
     def result(self) -> Statistics:
         return _statistics(
-            self.size,
+            self.dtype,
             self.moments,
+            self._points(),
+            size=self.size,
             zeros=self.zeros,
             nans=self.nans,
-            infinities=(self.above, self.below),
-            points=self._points(),
-            dtype=self.dtype,
+            positive_infinities=self.above,
+            negative_infinities=self.below,
         )
 
 
@@ -261,36 +263,20 @@ class _Moments:
 
 
 def _statistics(
-    size: int,
-    moments: _Moments,
-    *,
-    zeros: int,
-    nans: int,
-    infinities: tuple[int, int],
-    points: tuple[Array, Array],
-    dtype: np.dtype[Any],
+    dtype: np.dtype[Any], moments: _Moments, points: tuple[Array, Array], **counts: Any
 ) -> Statistics:
-    is_whole = dtype.kind in "iub" or dtype.name.startswith(("int", "uint"))
-    found = Statistics(
-        size,
-        zeros=zeros,
-        nans=nans,
-        positive_infinities=infinities[0],
-        negative_infinities=infinities[1],
-        of_magnitudes="complex" in dtype.name,
-    )
+    found = Statistics(**counts, of_magnitudes="complex" in dtype.name)
     if not moments.count:
         return found
+    is_whole = dtype.kind in "iub" or dtype.name.startswith(("int", "uint"))
     number = int if is_whole else float
-    return Statistics(
-        size,
-        number(moments.least),
-        number(moments.greatest),
-        moments.mean,
-        moments.std,
-        *(zeros, nans, *infinities),
-        _histogram(*_sorted(points, moments), is_whole=is_whole),
-        found.of_magnitudes,
+    return replace(
+        found,
+        least=number(moments.least),
+        greatest=number(moments.greatest),
+        mean=moments.mean,
+        std=moments.std,
+        histogram=_histogram(*_sorted(points, moments), is_whole=is_whole),
     )
 
 
@@ -314,8 +300,8 @@ def _histogram(points: Array, counts: Array, *, is_whole: bool) -> Histogram:
     if is_whole and greatest - least < BINS:
         bins = int(greatest - least) + 1
         return _counted(points, counts, least - 0.5, greatest + 0.5, bins)
-    if least >= 0 and _is_wide(points, counts):
-        return _logarithmic(points, counts)
+    if least >= 0 and (found := _logarithmic(points, counts)):
+        return found
     low, high = _central(points, counts)
     return _counted(points, counts, low, high, BINS)
 
@@ -335,19 +321,15 @@ def _counted(points: Array, counts: Array, low: float, high: float, bins: int) -
     )
 
 
-def _logarithmic(points: Array, counts: Array) -> Histogram:
+def _logarithmic(points: Array, counts: Array) -> Histogram | None:
+    """Count on a logarithmic axis; return None if most positive elements are of a similar size."""
     some = points > 0
     points, counts = points[some], counts[some]
+    if not _quantile(points, counts, 0.98) / max(_quantile(points, counts, 0.02), 5e-324) > _DECADES:
+        return None
     low, high = _quantile(points, counts, 0.001), float(points[-1])
     found = _counted(np.log2(points), counts, math.log2(low), math.log2(high), BINS)
     return Histogram(low, high, found.counts, True, found.below, found.above)
-
-
-def _is_wide(points: Array, counts: Array) -> bool:
-    some = points > 0
-    points, counts = points[some], counts[some]
-    low, high = _quantile(points, counts, 0.02), _quantile(points, counts, 0.98)
-    return high / max(low, 5e-324) > _DECADES
 
 
 def _central(points: Array, counts: Array) -> tuple[float, float]:

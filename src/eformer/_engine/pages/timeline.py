@@ -9,12 +9,11 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.pages.changes import SAME, is_of_optimizer, rounded
+from eformer._engine.pages.changes import SAME, is_of_optimizer, recorded_change, rounded
 from eformer._engine.pages.contents import contents_of
-from eformer._engine.pages.reading import Room, TooLargeError, compared, recorded_change_of
-from eformer._engine.record.policies import counted_steps, kept_by
+from eformer._engine.pages.reading import Room, TooLargeError, compared
+from eformer._engine.record.policies import StepFacts, counted_steps, kept_by
 from eformer._engine.record.text import count, printable, size
-from eformer._engine.runs.retention import facts_of
 from eformer._engine.runs.steps import is_foreign, resumed_from, steps
 from eformer._engine.stores.local import usage
 from eformer._engine.stores.locate import store_at
@@ -24,14 +23,16 @@ from eformer._engine.tools.prune import plan_removal
 from eformer.errors import EformerError
 
 if TYPE_CHECKING:
+    import datetime as dt
     import os
     from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
     from eformer._engine.pages.contents import Contents, Leaf
-    from eformer._engine.record.policies import Keep, StepFacts
+    from eformer._engine.record.policies import Keep
     from eformer._engine.runs.steps import Step
     from eformer._engine.stores.base import Store
     from eformer._engine.tasks.progress import Progress
+    from eformer._engine.tools.compare import Comparison
 
 Json = dict[str, Any]
 
@@ -48,12 +49,17 @@ class SeenStep:
     name: str
     identity: Hashable = None
     is_read: bool = False
-    saved_at: str | None = None
-    timestamp: float | None = None
+    saved_at: dt.datetime | None = None
     why: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     is_foreign: bool = False
     problem: str | None = None
+
+    @property
+    def facts(self) -> StepFacts:
+        """Return the facts that rules look at."""
+        saved_at = self.saved_at.timestamp() if self.saved_at else None
+        return StepFacts(self.number, saved_at, self.metrics, self.is_foreign)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +74,12 @@ class News:
     problem: str | None = None
     is_complete: bool = False
 
-    def as_json(self) -> Json:
-        """Return what `source.run()` of a page returns, but for the title and the rules."""
+    def as_json(self, url: str, rules: Sequence[Keep]) -> Json:
+        """Describe the run at `url`, to which these rules apply, as `source.run()` of a page returns it."""
         return {
+            "title": printable(url.rstrip("/").rpartition("/")[2] or url),
+            "path": printable(url),
+            "rules": list(map(rule_text, rules)),
             "steps": [self._step(step) for step in self.steps],
             "metrics": list(dict.fromkeys(name for step in self.steps for name in step.metrics)),
             "nbytes": sum(self.sizes.get(step.name, 0) for step in self.steps) if self.is_complete else None,
@@ -84,10 +93,12 @@ class News:
             "number": step.number,
             "name": printable(step.name),
             "nbytes": self.sizes.get(step.name),
-            "saved_at": step.saved_at,
+            "saved_at": step.saved_at.isoformat() if step.saved_at else None,
             "why": step.why,
-            "metrics": {name: _finite(value) for name, value in step.metrics.items()},
-            "problem": step.problem,
+            "metrics": {
+                name: value if math.isfinite(value) else None for name, value in step.metrics.items()
+            },
+            "problem": step.problem and printable(step.problem),
             "is_removed": step.name in self.removed,
             "kept_by": [*self.reasons.get(step.number, ())],
             "change": None,
@@ -102,60 +113,52 @@ class News:
         return [f"reading the steps: {read:,} of {len(self.steps):,}"]
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def read_step(step: Step, seen: SeenStep) -> SeenStep:
     """Read what a page shows of a step."""
     try:
         if problem := step.problem():
-            return replace(seen, is_read=True, problem=printable(problem), metrics={}, why="", saved_at=None)
-        saved_at = step.saved_at
+            return replace(seen, is_read=True, problem=problem, metrics={}, why="", saved_at=None)
         return replace(
             seen,
             is_read=True,
-            saved_at=saved_at.isoformat() if saved_at else None,
-            timestamp=saved_at.timestamp() if saved_at else None,
+            saved_at=step.saved_at,
             why=step.why,
             metrics=dict(step.metrics),
             is_foreign=is_foreign(step),
             problem=None,
         )
     except (EformerError, OSError) as error:  # removed or replaced meanwhile: the next look sees it
-        return replace(seen, is_read=True, problem=printable(str(error)))
+        return replace(seen, is_read=True, problem=str(error))
 
 
 def step_facts(run: str | os.PathLike[str], rules: Sequence[Keep] = ()) -> list[Json]:
     """Describe the steps of a run. Bytes that several steps share count for the first of them."""
-    found, store = steps(run), store_at(run)
-    removed, sizes, resumed = _removed(run, found, rules), _sizes(store, found), resumed_from(store)
-    facts = []
-    for step in found:
-        problem = step.problem()
-        is_sound = problem is None
-        facts.append(
-            {
-                "number": step.number,
-                "path": step.path,
-                "nbytes": sizes[step.name],
-                "saved_at": step.saved_at.isoformat() if is_sound and step.saved_at else None,
-                "why": step.why if is_sound else "",
-                "metrics": step.metrics if is_sound else {},
-                "problem": problem,
-                "is_removed": step.name in removed,
-                "is_resumed_from": step.number == resumed,
-            }
-        )
-    return facts
+    store, found = store_at(run), steps(run)
+    news, resumed = _news(store, found, rules), resumed_from(store)
+    return [
+        {
+            "number": seen.number,
+            "path": step.path,
+            "nbytes": news.sizes[seen.name],
+            "saved_at": seen.saved_at.isoformat() if seen.saved_at else None,
+            "why": seen.why,
+            "metrics": seen.metrics,
+            "problem": seen.problem,
+            "is_removed": seen.name in news.removed,
+            "is_resumed_from": seen.number == resumed,
+        }
+        for step, seen in zip(found, news.steps, strict=True)
+    ]
 
 
-def _removed(run: str | os.PathLike[str], found: Sequence[Step], rules: Sequence[Keep]) -> Collection[str]:
-    return plan_removal(run, rules).removed if rules and found else ()
-
-
-def _sizes(store: Store, found: Sequence[Step]) -> Mapping[str, int]:
-    return usage(store, [step.name for step in found])
+def _news(store: Store, found: Sequence[Step], rules: Sequence[Keep]) -> News:
+    """Read all steps of a run."""
+    return News(
+        steps=tuple(read_step(step, SeenStep(step.number, step.name)) for step in found),
+        sizes=usage(store, [step.name for step in found]),
+        removed=plan_removal(store.url, rules).removed if rules and found else (),
+        is_complete=True,
+    )
 
 
 def run_facts(
@@ -171,16 +174,10 @@ def run_facts(
     With `values`, consecutive steps are compared, the newest first, until `MOST_READ` bytes were read.
     """
     store, found = store_at(run), steps(run)
-    seen = tuple(read_step(step, SeenStep(step.number, step.name)) for step in found)
-    sound = [step for step, one in zip(found, seen, strict=True) if one.problem is None]
-    news = News(
-        steps=seen,
-        sizes=_sizes(store, found),
-        removed=_removed(run, found, rules),
-        reasons=reasons([facts_of(step, rules) for step in sound], rules, resumed_from(store)),
-        is_complete=True,
-    )
-    facts = news.as_json()
+    news = _news(store, found, rules)
+    sound = [step for step, seen in zip(found, news.steps, strict=True) if seen.problem is None]
+    why = reasons([seen.facts for seen in news.steps if seen.problem is None], rules, resumed_from(store))
+    facts = replace(news, reasons=why).as_json(store.url, rules)
     changes = dict(_changes(sound, memory, progress)) if values else {}
     facts["steps"] = [step | {"change": changes.get(step["number"])} for step in facts["steps"]]
     notes = alarms(facts["steps"])
@@ -189,20 +186,14 @@ def run_facts(
         notes.append(
             f"{count(unread, 'step')} not compared with the one before: that would read more than {size(MOST_READ)}"
         )
-    return facts | {
-        "title": printable(store.url.rstrip("/").rpartition("/")[2] or store.url),
-        "path": printable(store.url),
-        "rules": list(map(rule_text, rules)),
-        "has_values": values,
-        "notes": notes,
-    }
+    return facts | {"has_values": values, "notes": notes}
 
 
 def alarms(shown: Sequence[Json]) -> list[str]:
     """Name the steps in which leaves became NaN or infinite; else the last step, if it has such arrays."""
     compared = [step for step in shown if step["change"] and "became" in step["change"]]
     became = [
-        f"{step['name']}: {_leaves(step['change']['became'])} became NaN or Inf"
+        f"{step['name']}: {count(step['change']['became'], 'leaf', 'leaves')} became NaN or Inf"
         for step in compared
         if step["change"]["became"]
     ]
@@ -212,10 +203,6 @@ def alarms(shown: Sequence[Json]) -> list[str]:
         if step["change"]["special"]
     ]
     return became[:_MOST_ALARMS] or special
-
-
-def _leaves(number: int) -> str:
-    return "1 leaf" if number == 1 else f"{number:,} leaves"
 
 
 def rule_text(rule: Keep) -> str:
@@ -264,7 +251,7 @@ def _changes(sound: Sequence[Step], memory: int | None, progress: Progress) -> I
     if not pairs:
         return
     room = Room.within(memory, sides=2)
-    known: dict[str, _Before] = {}
+    known: dict[str, Comparison] = {}
     read = 0
     with metered(progress, len(pairs), "comparing steps") as meter:
         for step, before in pairs:
@@ -284,23 +271,15 @@ def _changes(sound: Sequence[Step], memory: int | None, progress: Progress) -> I
             yield step.number, change
 
 
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """A leaf of the older step: the norm of its finite elements, and the number of the other elements."""
-
-    norm: float
-    special: int
-
-
-def _change(new: Contents, old: Contents, known: dict[str, _Before], room: Room) -> tuple[Json, int]:
+def _change(new: Contents, old: Contents, known: dict[str, Comparison], room: Room) -> tuple[Json, int]:
     """Return the norm of the difference of all arrays outside of optimizers, and how many bytes were read for it.
 
     became    the number of leaves that have elements that were finite in the older step, and no longer are; also in
               optimizers, which NaN often reaches first
     special   the number of leaves of the newer step that have NaN or infinite elements
 
-    `known` describes leaves of the newer step; the leaves of the older step take their place. Leaves that the records
-    say are the same are read at most once in the whole run.
+    `known` has the norms of leaves of the newer step; the leaves of the older step take their place. Leaves that the
+    records say are the same are read at most once in the whole run.
     """
     norm = before = 0.0
     nbytes = became = special = 0
@@ -308,7 +287,7 @@ def _change(new: Contents, old: Contents, known: dict[str, _Before], room: Room)
         if leaf.entry is None or other.entry is None:
             became += any(plain_became(other.record, leaf.record))
             continue
-        is_same = recorded_change_of(new, leaf, old) == SAME
+        is_same = recorded_change(new, leaf, old) == SAME
         if is_same and leaf.path in known:
             special += known[leaf.path].special > 0
             change = 0.0
@@ -316,7 +295,7 @@ def _change(new: Contents, old: Contents, known: dict[str, _Before], room: Room)
             found = compared(new, leaf, old, other, room, is_same=is_same)
             became += found.became > 0
             special += found.special_now > 0
-            known[leaf.path] = _Before(found.norm, found.special)
+            known[leaf.path] = found
             nbytes += other.nbytes + (0 if is_same else leaf.nbytes)
             change = found.change
         if not is_of_optimizer(leaf.path):

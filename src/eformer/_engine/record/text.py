@@ -30,9 +30,9 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def count(number: int, noun: str) -> str:
-    """Format a number with its noun, in the plural if needed."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """Format a number with its noun, in the plural if needed: `plural`, or the noun with an s."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def bar(part: float, width: int, *, ascii_only: bool = False) -> str:

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from eformer._engine.record.policies import metric_from
-from eformer._engine.runs.steps import Scores, Step, digest_of, found_of, score_name, steps, steps_if_there
+from eformer._engine.runs.steps import Scores, found_of, score_name, step_at, steps_if_there
 from eformer._engine.stores.base import update_file
 from eformer._engine.stores.locate import store_at
 from eformer._engine.tasks.interrupts import uninterrupted
-from eformer.errors import EformerError, NotFoundError, VersionError
+from eformer.errors import EformerError, VersionError
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping
+
+    from eformer._engine.runs.steps import Step
 
 logger = logging.getLogger("eformer")
 
@@ -93,18 +95,14 @@ def score(path: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -
         >>> checkpoint.score("run", 300, {"eval.loss": 0.25})
     """
     store = store_at(path)
-    found = next((there for there in steps(path) if there.number == step), None)
-    if found is None:
-        raise NotFoundError(f"{store.url} has no step {step}")
+    found = step_at(path, step)
     numbers = {name: metric_from(name, value) for name, value in metrics.items()}
 
     def added(data: bytes | None) -> bytes:
-        before = found.scores_in(data) if data else {}
-        return msgspec.json.encode(Scores(digest_of(found), _finite({**before, **numbers})))
+        both = {**(found.scores_in(data) if data else {}), **numbers}
+        finite = {
+            name: value for name, value in both.items() if math.isfinite(value)
+        }  # no rule counts others
+        return msgspec.json.encode(Scores(found_of(found).manifest.digest, finite))
 
     update_file(store, score_name(found.name), added)
-
-
-def _finite(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Leave out what is not a number, which no rule counts."""
-    return {name: value for name, value in numbers.items() if math.isfinite(value)}

@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import logging
 import re
-import secrets
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 import msgspec
 
+from eformer._engine.formats.found import kinds_if_there
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.policies import every_from, is_due, minutes_due
 from eformer._engine.record.step_names import step_name
 from eformer._engine.record.values import parse_json
 from eformer._engine.runs.clock import Clock
 from eformer._engine.runs.own_part import cut_to_own, load_own
-from eformer._engine.runs.steps import Step, steps_if_there
+from eformer._engine.runs.steps import Step, claim_of, steps_if_there
 from eformer._engine.saving.pending import Pending
 from eformer._engine.saving.run import carry_out
 from eformer._engine.saving.save import start
@@ -85,10 +85,6 @@ class _Line(msgspec.Struct):
     writers: list[str] = []
     epochs: list[tuple[str, int | None]] = []
 
-    @property
-    def names(self) -> list[str]:
-        return [name for name, _ in self.epochs]
-
     def has(self, step: NearStep) -> bool:
         return any(
             step.epoch == epoch and (last is None or step.number <= last) for epoch, last in self.epochs
@@ -103,8 +99,8 @@ class _Line(msgspec.Struct):
 class Near:
     """The near tier of a run, seen from one process.
 
-    The order of calls: `before_claim`, `held`, `in_common`, `begin`, as a resume makes them; then `is_due`, `save` and
-    `note_save`. Errors of its saves are logged: what is not saved here is saved by the run, later.
+    The order of calls: `look` before this job becomes the writer, `in_common`, and `begin`; then `is_due`, `save` and
+    `note_save`. Errors of its saves are logged: the run saves a later step.
     """
 
     def __init__(
@@ -145,25 +141,24 @@ class Near:
 
     # -------------------------------------------------------------------------------------- resume
 
-    def before_claim(self) -> None:
-        """Read which epochs count, and note that this writer knows of them, before it becomes the writer."""
+    def look(self) -> list[NearStep]:
+        """Return the steps that this process holds whole, if they were saved by as many processes as there are. Before,
+        read which epochs count, and note that this writer knows of them."""
         self.wait()
-        if jax.process_index() != 0:
-            return
-        writer = self._writer
-        line, holder = self._read_line(), writer.holder()
-        is_ours = line.path == self._run.url and holder in line.writers
-        self._line = _Line(self._run.url, [writer.id, holder], line.epochs if is_ours else [])
-        self._write_line()
+        if jax.process_index() == 0:
+            line, claim = self._read_line(), claim_of(self._run)
+            holder = claim.id if claim else ""
+            is_ours = line.path == self._run.url and holder in line.writers
+            epochs = line.epochs if is_ours else []
+            self._write_line(_Line(self._run.url, [self._writer.id, holder], epochs))
+        return self._held()
 
     def forget(self) -> None:
         """Forget the steps of earlier jobs, before a run that starts anew puts its own steps aside."""
         if jax.process_index() == 0:
-            self._line = _Line(self._line.path, self._line.writers)
-            self._write_line()
+            self._write_line(_Line(self._line.path, self._line.writers))
 
-    def held(self) -> list[NearStep]:
-        """Return the steps that this process holds whole, if they were saved by as many processes as there are."""
+    def _held(self) -> list[NearStep]:
         return sorted(step for step in self._there() if self._is_whole(step))
 
     def _is_whole(self, step: NearStep) -> bool:
@@ -176,8 +171,9 @@ class Near:
             logger.warning("%s is not used: it was saved by %s processes", found.path, count)
         return bool(count == jax.process_count())
 
-    def in_common(self, held: Sequence[Iterable[NearStep]]) -> list[NearStep]:
-        """Return the steps that all processes hold and that are of this run, given those of each. For the first one."""
+    def in_common(self, held: Sequence[Iterable[NearStep]]) -> tuple[list[NearStep], list[str]]:
+        """Return the steps that all processes hold and that are of this run, given those of each; and the
+        epochs of this run. For the first process."""
         everywhere = set.intersection(*(set(steps) for steps in held))
         found = sorted(step for step in everywhere if self._line.has(step))
         newest = found[-1].number if found else -1
@@ -187,12 +183,7 @@ class Near:
                 "the near steps %s are not used: they are not of this run, or not every process holds them",
                 sorted(others),
             )
-        return found
-
-    @property
-    def epochs(self) -> list[str]:
-        """The epochs of this run. For the first process."""
-        return self._line.names
+        return found, [epoch for epoch, _ in self._line.epochs]
 
     def load(self, step: NearStep, request: Request) -> LoadedTree:
         """Load this process's part of a step. What cannot be read is damage, for which there is another step."""
@@ -207,12 +198,11 @@ class Near:
         """Begin an epoch after so many steps. Steps after that, and those not of the epochs `before`, are removed."""
         self._epoch = epoch
         if jax.process_index() == 0:
-            self._line = self._line.up_to(number, epoch)
-            self._write_line()
-        stay = [step for step in self.held() if step.number <= number and step.epoch in before]
+            self._write_line(self._line.up_to(number, epoch))
+        stay = [step for step in self._held() if step.number <= number and step.epoch in before]
         near = self._process.parent
         _remove_but(stay, near, self._process.name)
-        for name in _names_in(near):  # of a job that had more processes
+        for name in kinds_if_there(store_at(near)):  # of a job that had more processes
             if (found := _PROCESS.fullmatch(name)) and int(found["index"]) >= jax.process_count():
                 _remove_but((), near, name)
         self.note_save(number)
@@ -227,8 +217,9 @@ class Near:
             logger.warning("the near tier is not used: %s", error)
             return _Line()
 
-    def _write_line(self) -> None:
-        update_file(self._run, NEAR_FILE, lambda _: msgspec.json.encode(self._line))
+    def _write_line(self, line: _Line) -> None:
+        self._line = line
+        update_file(self._run, NEAR_FILE, lambda _: msgspec.json.encode(line))
 
     # ---------------------------------------------------------------------------------------- save
 
@@ -299,22 +290,10 @@ class Near:
         """List the steps of this process, whole or not, of whatever run."""
         return [
             NearStep(step.number, epoch)
-            for epoch in _names_in(self._process)
+            for epoch in kinds_if_there(store_at(self._process))
             if _EPOCH.fullmatch(epoch)
             for step in steps_if_there(self._process / epoch)
         ]
-
-
-def new_epoch() -> str:
-    """Return an id that no other epoch has."""
-    return secrets.token_hex(8)
-
-
-def _names_in(place: Path) -> list[str]:
-    try:
-        return sorted(path.name for path in place.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
 
 
 def _remove_but(stay: Iterable[NearStep], near: Path, process: str) -> None:

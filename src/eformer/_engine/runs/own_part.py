@@ -7,6 +7,7 @@ boxes that the devices of this process hold. The metadata of the save has a tabl
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -120,21 +121,16 @@ def _uncut(part: TreeEntry, path: str, common_id: str) -> BoxedTree:
 
 def _contents(part: TreeEntry, table: _Table) -> tuple[dict[str, LeafEntry], dict[str, Any]]:
     """Return the arrays and the plain values of the whole tree, by their names in it."""
-    stored, number = part.leaves, 0
+    keys = map(str, itertools.count())
     arrays: dict[str, LeafEntry] = {}
     values: dict[str, Any] = {}
     for name in table.names:
-        cut = table.cuts.get(name)
-        if cut is not None:
-            boxes = [stored[str(number + i)] for i in range(len(cut.starts))]
-            arrays[name] = _joined(cut, boxes)
-            number += len(boxes)
-            continue
-        if str(number) in part.raw_values:
-            values[name] = part.raw_values[str(number)]
+        if (cut := table.cuts.get(name)) is not None:
+            arrays[name] = _joined(cut, [part.leaves[next(keys)] for _ in cut.starts])
+        elif (key := next(keys)) in part.raw_values:
+            values[name] = part.raw_values[key]
         else:
-            arrays[name] = stored[str(number)]
-        number += 1
+            arrays[name] = part.leaves[key]
     return arrays, values
 
 

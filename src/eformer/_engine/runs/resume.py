@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import logging
+import secrets
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,8 +15,8 @@ from eformer._engine.processes.hosts import meeting
 from eformer._engine.record.policies import StepFacts, ranked
 from eformer._engine.record.text import count, few, glance
 from eformer._engine.record.values import json_decoder
-from eformer._engine.runs.data import set_position
-from eformer._engine.runs.near import NearStep, new_epoch
+from eformer._engine.runs.done import set_position
+from eformer._engine.runs.near import NearStep
 from eformer._engine.runs.retention import put_aside
 from eformer._engine.runs.steps import facts_of_run, path_to_step, steps_if_there
 from eformer._engine.tasks.callers import is_of_caller
@@ -137,18 +138,15 @@ class Job:
             if claims:
                 self.writer.claim()
             there = steps_if_there(self.path)
-            common = near.in_common([one.near for one in held]) if near else []
+            common, epochs = near.in_common([one.near for one in held]) if near else ([], [])
             best = self._ranked(there, rule) if rule else []
-            epochs = near.epochs if near else []
-            agreed = Agreed([step.number for step in there], common, best, new_epoch(), epochs)
-            return msgspec.json.encode(agreed)
+            far = [step.number for step in there]
+            return msgspec.json.encode(Agreed(far, common, best, secrets.token_hex(8), epochs))
 
         with meeting("runs", self.timeout) as hosts:
             if self.writer.has_claimed and hosts.index == 0:
                 self.writer.check()
-            if near:
-                near.before_claim()
-            mine = _Held(near.held() if near else [], fresh)
+            mine = _Held(near.look() if near else [], fresh)
             answered = hosts.meet(msgspec.json.encode(mine), answer)
         self.writer.has_claimed = self.writer.has_claimed or claims
         return json_decoder(Agreed).decode(answered)

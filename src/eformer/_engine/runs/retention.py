@@ -8,7 +8,7 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, base_name
 from eformer._engine.formats.steps import MARKS, remains_in
@@ -39,7 +39,7 @@ from eformer._engine.stores.locate import store_at
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from eformer._engine.record.policies import Keep
     from eformer._engine.runs.steps import Step
@@ -50,37 +50,23 @@ logger = logging.getLogger("eformer")
 _MOST_HOURS_AHEAD = 1 / 60  # of the clock that can be set, before the one that cannot
 
 
-class _Named(Protocol):
-    """A step, as a run or a page has it."""
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def name(self) -> str: ...
-
-
-S = TypeVar("S", bound=_Named)
-
-
 def removable(
     store: Store,
-    sound: Sequence[S],
-    facts: Sequence[StepFacts],
+    facts: Mapping[str, StepFacts],
     rules: Sequence[Keep],
     *,
     now: float,
     stay: Collection[int | None] = (),
-) -> list[S]:
-    """Return the steps that no rule keeps, given the whole ones and their facts. These stay, too: the steps in `stay`,
-    the one that the run was resumed from, and those that a link in the run points to. All stay while no rule can be
-    applied."""
-    if not can_remove(facts, rules):
+) -> list[str]:
+    """Name the steps that no rule keeps, given the facts of the whole ones by name. These stay, too: the steps in
+    `stay`, the one that the run was resumed from, and those that a link in the run points to. All stay while no rule
+    can be applied."""
+    if not can_remove(facts.values(), rules):
         return []
-    keep = kept(facts, rules, stay={*stay, resumed_from(store)}, now=now)
+    keep = kept(facts.values(), rules, stay={*stay, resumed_from(store)}, now=now)
     place = on_disk(store)
     linked = linked_in(Path(place)) if place is not None else set()
-    return [step for step in sound if step.number not in keep and step.name not in linked]
+    return [name for name, fact in facts.items() if fact.number not in keep and name not in linked]
 
 
 def seen_last(sound: Sequence[Step]) -> set[int]:
@@ -133,32 +119,31 @@ def _since_boot() -> float:
 
 def remove_others(
     path: str, rules: Sequence[Keep], stay: Collection[int | None], *, now: float, told: set[str]
-) -> list[Step]:
-    """Remove the steps that no rule keeps; return them. Damaged ones, and links to steps that are elsewhere, neither
-    count nor go. A warning that is `told` is not logged again."""
-    store, there, removed = store_at(path), steps(path), []
+) -> None:
+    """Remove the steps that no rule keeps. Damaged ones, and links to steps that are elsewhere, neither count nor go. A
+    warning that is `told` is not logged again."""
+    store, there, removed = store_at(path), steps(path), list[str]()
     # In a bucket nothing can be given another name.
     identities = identities_of(store, [step.name for step in there if on_disk(store) is not None])
     sound = [step for step in there if step.problem() is None and not Path(step.path).is_symlink()]
-    facts = [facts_of(step, rules) for step in sound]
-    for kind, warning in _warnings(facts, rules, now).items():
+    facts = {step.name: facts_of(step, rules) for step in sound}
+    for kind, warning in _warnings([*facts.values()], rules, now).items():
         if kind not in told:
             logger.warning("%s: %s", path, warning)
         told.add(kind)
-    for step in removable(store, sound, facts, rules, now=now, stay={*stay, *seen_last(sound)}):
+    for name in removable(store, facts, rules, now=now, stay={*stay, *seen_last(sound)}):
         try:
-            if (why := remove_step(store, step.name, identities.get(step.name))) is None:
-                removed.append(step)
-            elif step.path not in told and on_disk(store) is not None:  # held steps of a bucket are no news
-                logger.warning("%s stays: %s", step.path, why)
-                told.add(step.path)
+            if (why := remove_step(store, name, identities.get(name))) is None:
+                removed.append(name)
+            elif name not in told and on_disk(store) is not None:  # held steps of a bucket are no news
+                logger.warning("%s stays: %s", store.path_to(name), why)
+                told.add(name)
         except FileNotFoundError:  # somebody else has removed it
             continue
         except ValueError as error:  # another directory has taken its name
             logger.warning("%s", error)
     sweep(store, [step.name for step in there])
-    remove_orphaned_scores(store, [step.name for step in removed])
-    return removed
+    remove_files(store, orphaned_scores(store, removed))
 
 
 def _warnings(facts: Sequence[StepFacts], rules: Sequence[Keep], now: float) -> dict[str, str]:
@@ -176,17 +161,13 @@ def _warnings(facts: Sequence[StepFacts], rules: Sequence[Keep], now: float) -> 
     return found
 
 
-def remove_orphaned_scores(store: Store, removed: Collection[str]) -> None:
-    """Remove the scores of steps that were removed, now or by a process that died before it came to the scores."""
-    remove_files(store, orphaned_scores(store, removed))
-
-
 class _OnlyScores(Scores, forbid_unknown_fields=True):
     """The file as eformer writes it. Other programs may give theirs the same name."""
 
 
 def orphaned_scores(store: Store, removed: Collection[str] = ()) -> list[str]:
-    """List the scores that eformer wrote of steps that are not there, or were just removed."""
+    """List the scores that eformer wrote of steps that are not there, or were just removed. A process may have died
+    before it came to the scores."""
     kinds = store.kinds()
     # Not what is listed alone: SeaweedFS lists directories for a while that are empty.
     left = kinds.keys() - set(removed)

@@ -103,7 +103,7 @@ class Step:
             scores = parse_json(data, Scores, f"{self.path}: its scores cannot be read")
         except FormatError:
             return {}
-        return scores.metrics if scores.digest == digest_of(self) else {}
+        return scores.metrics if scores.digest == self._found.manifest.digest else {}
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -155,11 +155,6 @@ def _numbers(metrics: Any) -> dict[str, float]:
     if not isinstance(metrics, dict):
         return {}
     return {str(name): value for name, value in metrics.items() if isinstance(value, float)}
-
-
-def digest_of(step: Step) -> str:
-    """Return the digest of the manifest of a step, which no other step has."""
-    return step._found.manifest.digest
 
 
 def found_of(step: Step) -> Found:
@@ -218,9 +213,12 @@ def path_to_step(path: str, number: int) -> str:
 
 def path_of_step(path: str | os.PathLike[str], number: int | None) -> str | os.PathLike[str]:
     """Return the path of a step of the run at `path`; `path` itself for None."""
-    if number is None:
-        return path
-    found = next((step.path for step in steps(path) if step.number == number), None)
+    return path if number is None else step_at(path, number).path
+
+
+def step_at(path: str | os.PathLike[str], number: int) -> Step:
+    """Return a step of the run at `path`; raise NotFoundError if it is not there."""
+    found = next((step for step in steps(path) if step.number == number), None)
     if found is None:
         store = store_at(path)
         if is_checkpoint(store):

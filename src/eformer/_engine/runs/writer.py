@@ -16,7 +16,7 @@ from eformer._engine.formats.left_out import holds_leaves
 from eformer._engine.formats.steps import RUN_FILE, is_checkpoint, last_step_in
 from eformer._engine.record.step_names import OF_ANY_PROGRAM, OF_RUN
 from eformer._engine.runs.retention import sweep
-from eformer._engine.runs.steps import Claim, claim_of
+from eformer._engine.runs.steps import Claim
 from eformer._engine.stores.base import read_whole, update_file
 from eformer._engine.stores.bucket_removal import ASIDE
 from eformer._engine.stores.leases import LEASES
@@ -35,11 +35,6 @@ class Writer:
     def __init__(self, store: Store, own_id: str) -> None:
         self.store, self.id = store, own_id
         self.has_claimed = False
-
-    def holder(self) -> str:
-        """Return the id of the job that is the writer now; "" if there is none, or it cannot be read."""
-        claim = claim_of(self.store)
-        return claim.id if claim else ""
 
     def claim(self) -> None:
         """Become the writer, in the first process. Remove the remains of jobs that died."""

@@ -14,7 +14,7 @@ from eformer._engine.record.names import join_name, split_name
 from eformer._engine.record.planned import Source
 from eformer._engine.record.regions import Region
 from eformer._engine.record.rename import Renamed, Rule, apply, refuse_transformed_keys
-from eformer._engine.record.text import few, glance, shortened, size
+from eformer._engine.record.text import count, few, glance, shortened, size
 from eformer._engine.record.values import LeftToCode, value_from_json
 from eformer._engine.tools.sequential_writers import has_sequences, renamed_in_npz, require_structure
 
@@ -73,7 +73,7 @@ class Conversion:
 
     def __str__(self) -> str:
         number = sum(map(len, self.leaves.values()))
-        leaves = f"{number:,} {'leaf' if number == 1 else 'leaves'}"
+        leaves = count(number, "leaf", "leaves")
         head = f"{self.source} -> {self.destination} ({self.to}): {leaves}, {size(self.nbytes)}"
         lines = [
             f"  {f'[{prefix}] ' if prefix else ''}{leaf}"

@@ -226,7 +226,8 @@ def _others(
 ) -> list[Step]:
     """Return the steps that no rule keeps."""
     now, names = time.time(), few([step.name for step in series])
-    found = retention.removable(store, series, facts, rules, now=now)
+    by_name = dict(zip((step.name for step in series), facts, strict=True))
+    found = retention.removable(store, by_name, rules, now=now)
     warnings = [*warnings_of(facts, rules, now).values()]
     if not can_remove(facts, rules):
         warnings.append(f"all of {names} stay: {unknown_metrics(facts, rules)}")
@@ -237,7 +238,7 @@ def _others(
         )
     for warning in warnings:
         logger.warning("%s: %s", store.url, warning)
-    return [step for step in found if step.number not in stay]
+    return [step for step in series if step.name in found and step.number not in stay]
 
 
 def _files_in(path: str) -> frozenset[str]:
@@ -379,7 +380,7 @@ def _sweep(store: Store, removed: Collection[str], known: Collection[str]) -> No
     for name, kind in store.kinds().items():
         if kind == "directory" and name not in known and step_number(name) is not None:
             sweep(store, name)
-    retention.remove_orphaned_scores(store, removed)
+    remove_files(store, retention.orphaned_scores(store, removed))
 
 
 def _refuse_checkpoint(store: Store) -> None:

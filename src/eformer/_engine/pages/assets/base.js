@@ -123,6 +123,12 @@ const eformer = {};
     return made;
   };
 
+  // A number with its label, and the state of a checkpoint or a run.
+  eformer.stat = (label, value, more, shade = "") => eformer.h(`div.stat${shade ? "." + shade : ""}`, eformer.h("dt", label),
+    eformer.h("dd", eformer.h("span.big", value), more ? eformer.h("span.muted.small", more) : null));
+  eformer.state = (shade, sign, words, text, options = {}) => eformer.h(`div.state.${shade}`, { id: "verification", ...options },
+    eformer.h("span.sign", { "aria-hidden": "true" }, sign), eformer.h("span", eformer.h("b", words), eformer.h("span.explain", text)));
+
   // ---------------------------------------------------------------------------------------------- theme
   const icons = {
     auto: "M12 3a9 9 0 1 0 0 18a9 9 0 0 0 0-18zm0 2v14a7 7 0 0 1 0-14z",

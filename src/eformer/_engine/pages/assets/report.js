@@ -83,7 +83,7 @@
     return h("div.title",
       h("div", h("h1", eformer.name(summary.title), summary.against ? [h("span.vs", " against "), eformer.name(summary.against.title, { class: "name vs-name" })] : null),
         h("p.muted.facts", h("bdi.mono", eformer.visible(summary.path)), facts.filter(Boolean).map((fact) => [h("span.dot", { "aria-hidden": "true" }, "·"), h("bdi", eformer.visible(fact))])), choice(summary.run)),
-      h(`div.state.${shade}`, { id: "verification", title: text }, h("span.sign", { "aria-hidden": "true" }, sign), h("span", h("b", words), h("span.explain", text))));
+      eformer.state(shade, sign, words, text, { title: text }));
   };
 
   // The other steps of a run, to compare this one with.
@@ -94,7 +94,7 @@
   const tiles = (summary) => {
     const { health } = summary;
     const troubles = [health.nan ? `NaN in ${count(health.nan)}` : null, health.inf ? `Inf in ${count(health.inf)}` : null].filter(Boolean);
-    const tile = (label, value, more, shade = "") => h(`div.stat${shade ? "." + shade : ""}`, h("dt", label), h("dd", h("span.big", value), more ? h("span.muted.small", more) : null));
+    const tile = eformer.stat;
     return h("dl.tiles",
       tile("Parameters", eformer.amount(summary.params), count(summary.params)),
       tile("Size", bytes(summary.nbytes), many(summary.files, "file")),
@@ -200,5 +200,4 @@
     h("dl.facts", Object.entries(summary.metadata).map(([name, value]) => [h("dt", h("bdi", eformer.visible(name))), h("dd.mono", h("bdi", eformer.visible(value)))]))) : null;
 
   const footer = (summary) => h("footer.muted.small", `Made by ${summary.made_by}, ${eformer.time(summary.made_at)}. Keys: / searches, arrows walk the tree, Enter opens, Escape goes back.`);
-  eformer.footer = footer;
 })();

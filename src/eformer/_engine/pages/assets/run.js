@@ -40,12 +40,11 @@
         run.notes.length ? h("ul.notes", { "aria-label": "Notes" }, run.notes.map((note) => h("li", eformer.visible(note)))) : null,
         steps.length ? [timeline(run, axis, choose, chosen), charts(run, axis, choose, chosen), table(run, source, choose, chosen)]
           : h("p.muted.empty", "No steps yet."),
-        eformer.runFooter(run)));
+        h("footer.muted.small", `Made by ${run.made_by}, ${eformer.time(run.made_at)}.`)));
     app.removeAttribute("aria-busy");
     const before = steps.find((step) => step.number === lastChosen);
     if (before) choose(before);
   };
-  eformer.runFooter = (run) => h("footer.muted.small", `Made by ${run.made_by}, ${eformer.time(run.made_at)}.`);
 
   const span = (steps) => {
     const times = steps.map((step) => step.saved_at).filter(Boolean);
@@ -55,14 +54,14 @@
     return [h("span.dot", { "aria-hidden": "true" }, "·"), `${eformer.time(times[0])} to ${eformer.time(times.at(-1))}`, h("span.dot", { "aria-hidden": "true" }, "·"), long];
   };
   const state = (steps, isComplete = true) => {
-    if (!isComplete) return h("div.state.neutral", { id: "verification" }, h("span.sign", { "aria-hidden": "true" }, "○"), h("span", h("b", "reading the steps"), h("span.explain", "The newest are read first.")));
-    const damaged = steps.filter((step) => step.problem).length;
-    return damaged ? h("div.state.bad", { id: "verification" }, h("span.sign", { "aria-hidden": "true" }, "✗"), h("span", h("b", many(damaged, "damaged step")), h("span.explain", "Lengths were compared; digests are compared by eformer verify.")))
-      : h("div.state.good", { id: "verification" }, h("span.sign", { "aria-hidden": "true" }, "✓"), h("span", h("b", steps.length ? "every step is whole" : "no steps"), h("span.explain", "Lengths were compared; digests are compared by eformer verify.")));
+    if (!isComplete) return eformer.state("neutral", "○", "reading the steps", "The newest are read first.");
+    const damaged = steps.filter((step) => step.problem).length, text = "Lengths were compared; digests are compared by eformer verify.";
+    return damaged ? eformer.state("bad", "✗", many(damaged, "damaged step"), text)
+      : eformer.state("good", "✓", steps.length ? "every step is whole" : "no steps", text);
   };
   const tiles = (run) => {
     const { steps } = run;
-    const tile = (label, value, more, shade = "") => h(`div.stat${shade ? "." + shade : ""}`, h("dt", label), h("dd", h("span.big", value), more ? h("span.muted.small", more) : null));
+    const tile = eformer.stat;
     const removed = steps.filter((step) => step.is_removed);
     const last = steps.at(-1);
     return h("dl.tiles",
@@ -97,7 +96,7 @@
   const kind = (step) => step.problem ? "bad" : step.is_removed ? "gone" : "kept";
 
   // A chart over steps, which says what is under the pointer and chooses a step when it is clicked.
-  const plot = (run, axis, choose, chosen, { label, height, draw, low, high, format }) => {
+  const plot = (run, axis, choose, chosen, { label, height, draw }) => {
     const width = 1000;
     const cursor = s("line.cursor", { y1: 0, y2: height, visibility: "hidden" });
     const picture = s("svg.plot", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": label, style: { height: `${height}px` } },
