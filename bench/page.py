@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def tables_in(name: str) -> str:
 def sentences() -> dict[str, list[str]]:
     """Return what pages say about the results in words, by page: each must be there, letter by letter."""
     return {
-        "README.md": [_beside_orbax(full()), _on_h200()],
+        "README.md": _compared(),
         "docs/index.md": [_beside_orbax(full())],
         "docs/guides/training-run.md": _of_runs(),
         "docs/guides/buckets.md": _of_buckets(),
@@ -77,10 +78,62 @@ def _beside_orbax(results: dict[str, Any]) -> str:
     )
 
 
+def _compared() -> list[str]:
+    """Return the cells of the table that compares libraries: row by row, without the words before them."""
+    return [_of_flips(), _of_kills(), _of_power_cuts(), _on_h200(), _times_orbax(full())]
+
+
+def _of_flips() -> str:
+    ours, orbax, safetensors, flax = (
+        f"{_fault('flips', layout)['wrong']:,}"
+        for layout in ("eformer", "Orbax, steps", "safetensors", "flax msgpack")
+    )
+    return f"| **{ours}** | {orbax} | {safetensors} | {flax} |"
+
+
+def _of_kills() -> str:
+    def lost(layout: str) -> str:
+        found = _fault("kills", layout)
+        return f"{found['lost']} of {found['count']}"
+
+    ours = _fault("kills", "eformer")
+    orbax = f"{lost('Orbax, steps')} (steps); {lost('Orbax, force=True')} (`force=True`)"
+    return f"| **{ours['lost']}** of {ours['count']} | {orbax} | {lost('safetensors')} | {lost('flax msgpack')} |"
+
+
+def _of_power_cuts() -> str:
+    def gone(layout: str) -> str:
+        found = _fault("blocks", layout)
+        return f"{found['lost'] + found['undone']} of {found['count']}"
+
+    ours = _fault("blocks", "eformer")
+    cells = " | ".join(gone(layout) for layout in ("Orbax, steps", "safetensors", "flax msgpack"))
+    return f"| **{ours['lost'] + ours['undone']}** of {ours['count']} | {cells} |"
+
+
+def _fault(kind: str, layout: str) -> Counter[str]:
+    """Add up what became of a library, on every file system, under faults of one kind."""
+    results = json.loads((ROOT / "faults" / "results" / "peers.json").read_text("utf-8"))
+    found: Counter[str] = Counter()
+    for row in results["rows"]:
+        if row["kind"] == kind and row["layout"].partition(" on ")[0] == layout:
+            found.update({word: count for word, count in row.items() if isinstance(count, int)})
+    return found
+
+
 def _on_h200() -> str:
-    found = json.loads((RESULTS / "h200.json").read_text("utf-8"))
-    speed = found["summary"]["eformer"]["load, GB/s"]
-    return f"on an H200, {found['facts']['bytes'] / 1e9:.1f} GB load at {int(speed)} GB/s"
+    found = json.loads((RESULTS / "h200.json").read_text("utf-8"))["summary"]
+    ours, orbax, safetensors = (
+        f"{found[name]['save, GB/s']:.1f}, {found[name]['load, GB/s']:.1f}"
+        for name in ("eformer", "orbax", "safetensors, flax")
+    )
+    return f"| **{ours}** | {orbax} | {safetensors} | |"
+
+
+def _times_orbax(results: dict[str, Any]) -> str:
+    found = {(v.workload, v.bar.system, v.bar.what, v.bar.beside): v.reached or 0 for v in _verdicts(results)}
+    save, load = (found["llama", "eformer", what, "orbax"] for what in ("save", "load"))
+    return f"| **{save:.2g}, {load:.2g}** | 1 | | |"
 
 
 def _row(name: str, beginning: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Make the picture of a report for the README: `python docs/make_pictures.py` (needs Chromium).
+"""Make the pictures of a report for the README: `python docs/make_pictures.py` (needs Chromium).
 
 The checkpoint is a small model of the shape of Llama, with values as training leaves them, and a later step of it.
 """
@@ -24,6 +24,8 @@ from eformer import checkpoint  # noqa: E402
 
 WIDTH, HIDDEN, VOCABULARY, LAYERS = 512, 1376, 12_000, 24
 HERE = Path(__file__).parent
+# As wide as a README shows it, with two pixels for each, so that every word can be read.
+PICTURES = {"report.png": [], "report-dark.png": ["--force-dark-mode"]}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 KERNELS = {
@@ -42,8 +44,9 @@ def main() -> None:
         os.chdir(folder)
         save_steps(np.random.default_rng(0))
         page = checkpoint.report("llama/step-2000", "llama/step-1000").save("report.html")
-        take_picture(Path(folder) / page, HERE / "report.png")
-    print(f"{HERE / 'report.png'}: {(HERE / 'report.png').stat().st_size:,} bytes")
+        for name, flags in PICTURES.items():
+            take_picture(Path(folder) / page, HERE / name, flags)
+            print(f"{HERE / name}: {(HERE / name).stat().st_size:,} bytes")
 
 
 def save_steps(rng: np.random.Generator) -> None:
@@ -111,7 +114,7 @@ def nested(flat: dict[str, jax.Array]) -> dict:
     return tree
 
 
-def take_picture(page: Path, picture: Path) -> None:
+def take_picture(page: Path, picture: Path, more: list[str]) -> None:
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         sys.exit(f"no browser found: install one of {', '.join(BROWSERS)}")
@@ -130,7 +133,8 @@ def take_picture(page: Path, picture: Path) -> None:
     ]
     flags += ["--no-sandbox"] if os.geteuid() == 0 else []  # which a browser that root runs does not have
     profile = f"--user-data-dir={page.parent / 'profile'}"
-    command = [browser, *flags, profile, "--window-size=1440,1320", f"--screenshot={picture}", page.as_uri()]
+    size = ["--window-size=1000,690", "--force-device-scale-factor=2"]
+    command = [browser, *flags, *more, profile, *size, f"--screenshot={picture}", page.as_uri()]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
 
 

@@ -129,7 +129,7 @@ def _orbax() -> dict[str, Any]:
     checkpoint.save(state(), "saved", prefix="default")
     for step in (1000, 2000):
         checkpoint.convert("saved", f"run/{step}", to="orbax")
-    return {}
+    return {"directory": str(Path("loop").absolute())}
 
 
 @stage("docs/guides/from-pytorch.md")

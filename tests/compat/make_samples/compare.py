@@ -1,6 +1,6 @@
 """Compare what eformer loads with what Orbax restores, for many versions of Orbax and every kind of checkpoint.
 
-    python tests/compat/make_samples/compare.py [--versions 0.4.1,0.12.8] [--write docs/guides/from-orbax.md]
+    python tests/compat/make_samples/compare.py [--versions 0.4.1,0.12.8] [--write docs/guides/orbax-versions.md]
         [--pack tests/compat/orbax-old/kinds.tar.xz] DIRECTORY
 
 Every version is installed into an environment of its own in DIRECTORY, where checkpoints of all kinds are then written
