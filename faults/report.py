@@ -164,7 +164,7 @@ def meanings() -> str:
         "old, new": "the load returned this checkpoint, whole",
         "refused": "an error names the damage",
         "passed": "a file of tests, or a measurement, without a failure",
-        **{word: f"a failure: {meaning}" for word, meaning in FAILURES.items()},
+        **{f"{word} (failure)": meaning for word, meaning in FAILURES.items()},
     }
     return "\n".join(f"- *{word}*: {meaning}" for word, meaning in words.items())
 
