@@ -14,7 +14,10 @@ SERVERS := .venv-cloud
 # Tests wait for disks and other processes as long as they compute.
 WORKERS ?= $(shell $(PYTHON) -c "import os; n = len(os.sched_getaffinity(0)); print(min(16, n + (n + 1) // 2))")
 
-.PHONY: demo test docs cloud faults fuzz frameworks package check format bench clean
+# Tests of pages in a browser, of the notebook and of the built packages.
+SITE := tests/browser tests/package tests/test_notebooks.py
+
+.PHONY: demo test suite test-site docs cloud faults fuzz frameworks package check format bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -22,9 +25,15 @@ demo: $(VENV)/.installed
 
 # Leaves of every name become files of that name, which a locale without UTF-8 does not have. Tests start hundreds of
 # interpreters, which would compile eformer again each without bytecode.
-test: export PYTHONUTF8 = 1
-test: check
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+test suite test-site: export PYTHONUTF8 = 1
+test: $(VENV)/.dev
+	+$(MAKE) --no-print-directory -j2 suite check
+
+suite: $(VENV)/.dev
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(addprefix --ignore=,$(SITE))
+
+test-site: $(VENV)/.dev
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(SITE)
 
 # The site, in docs/_build/html: https://www.sphinx-doc.org. Needs no network once its environment is there. Warnings are
 # errors: a link or an anchor that leads nowhere, a page that is not in the navigation, a docstring that cannot be read.

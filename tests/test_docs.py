@@ -8,6 +8,7 @@ import pytest
 from support.pages import ROOT, anchors, in_navigation, links, pages
 
 START = "docs/index.md"
+README = (ROOT / "README.md").read_text("utf-8")
 NOT_ON_THE_SITE = {"README.md"}
 
 
@@ -57,3 +58,21 @@ def is_message(title):
 def test_every_module_says_in_its_first_line_what_it_is_for():
     for module in (ROOT / "src").rglob("*.py"):
         assert Path(module).read_text("utf-8").startswith('"""'), module
+
+
+def test_every_promise_of_the_readme_names_a_test_that_make_test_runs():
+    promises = re.findall(r"^- .*$", README.split("## What you can rely on")[1], re.MULTILINE)
+    assert len(promises) >= 6
+    for promise in promises:
+        named = re.findall(r"`(tests/[^`]+)`", promise)
+        assert named, promise
+        for name in named:
+            assert (ROOT / name).is_file(), name
+            assert not name.startswith(tuple(left_to_the_site())), name
+
+
+def left_to_the_site():
+    """Return the tests that `make test` leaves to `make test-site`."""
+    (line,) = re.findall(r"^SITE := (.*)$", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    assert all((ROOT / name).exists() for name in line.split())
+    return line.split()

@@ -17,8 +17,8 @@ from support.meshes import layouts, meshes
 from support.trees import assert_same
 
 
-class Shardings(Contract):
-    """Where the arrays lie that are loaded."""
+class Resharding(Contract):
+    """Arrays of any sharding load under any other."""
 
     @pytest.mark.parametrize("after", layouts(), ids=str)
     @pytest.mark.parametrize("before", layouts(), ids=str)
@@ -30,6 +30,10 @@ class Shardings(Contract):
         assert loaded.sharding == layouts()[after]
         for shard in loaded.addressable_shards:
             np.testing.assert_array_equal(shard.data, array[shard.index])
+
+
+class Shardings(Contract):
+    """Where the arrays of a load lie. No format decides this, so two layouts inherit the class."""
 
     def test_without_a_word_arrays_lie_on_the_default_device(self, path):
         save({"w": jax.device_put(jnp.ones((8, 8)), layouts()["2x4"])}, path)

@@ -11,7 +11,15 @@ import safetensors.numpy
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from contracts.checkpoint import CheckpointContract, DirectoryContract, OnDisk, layouts, meshes, model
+from contracts.checkpoint import (
+    CheckpointContract,
+    DirectoryContract,
+    OnDisk,
+    TargetContract,
+    layouts,
+    meshes,
+    model,
+)
 from eformer import checkpoint
 from eformer._engine.stores import new_files
 from eformer._engine.stores.local import LocalStore
@@ -25,7 +33,7 @@ from support.states import flat
 from support.trees import assert_same
 
 
-class TestDirectory(OnDisk, DirectoryContract):
+class InDirectory:
     def place(self, folder):
         return folder / "checkpoint"
 
@@ -34,7 +42,11 @@ class TestDirectory(OnDisk, DirectoryContract):
         return file
 
 
-class TestShardedDirectory(TestDirectory):
+class TestDirectory(InDirectory, OnDisk, TargetContract, DirectoryContract):
+    """One tree in one file, or one file for each tree."""
+
+
+class TestShardedDirectory(InDirectory, OnDisk, DirectoryContract):
     """The same, over many files."""
 
     options = SaveOptions(max_shard_bytes=2000)

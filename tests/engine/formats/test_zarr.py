@@ -13,7 +13,7 @@ import tensorstore as ts
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from contracts.checkpoint import DirectoryContract, OnDisk, layouts, meshes, model
+from contracts.checkpoint import DirectoryContract, OnDisk, TargetContract, layouts, meshes, model
 from eformer import checkpoint
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.journal import Journal
@@ -28,7 +28,7 @@ from support.damage import flip
 from support.trees import assert_same
 
 
-class TestArrays(OnDisk, DirectoryContract):
+class InArrays:
     format = "tensorstore"
 
     def place(self, folder):
@@ -38,7 +38,11 @@ class TestArrays(OnDisk, DirectoryContract):
         return max((p for p in path.rglob("*") if p.is_file() and p.parent != path), key=os.path.getsize)
 
 
-class TestArraysInChunks(TestArrays):
+class TestArrays(InArrays, OnDisk, TargetContract, DirectoryContract):
+    """One file for each array."""
+
+
+class TestArraysInChunks(InArrays, OnDisk, DirectoryContract):
     """The same, with many chunks to a leaf."""
 
     options = SaveOptions(max_chunk_bytes=1000)
@@ -54,7 +58,7 @@ class TestArraysInChunks(TestArrays):
         return next((p for p in files if wanted in p.read_bytes()), max(files, key=lambda p: p.name))
 
 
-class TestDatabase(TestArrays):
+class TestDatabase(InArrays, OnDisk, DirectoryContract):
     """The same, in an OCDBT database."""
 
     upload = DatabaseUpload
@@ -67,7 +71,7 @@ class TestDatabase(TestArrays):
         return 700 * 4
 
 
-class TestCompressedArrays(TestArrays):
+class TestCompressedArrays(InArrays, OnDisk, DirectoryContract):
     options = SaveOptions(compression="zstd")
 
     def test_a_flipped_bit_in_the_data_is_found_and_named(self, path):
