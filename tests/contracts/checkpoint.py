@@ -12,7 +12,15 @@ from contracts.shardings import Resharding, Shardings
 from support.meshes import layouts, meshes
 from support.states import model
 
-__all__ = ["CheckpointContract", "DirectoryContract", "OnDisk", "TargetContract", "layouts", "meshes", "model"]
+__all__ = [
+    "CheckpointContract",
+    "DirectoryContract",
+    "OnDisk",
+    "TargetContract",
+    "layouts",
+    "meshes",
+    "model",
+]
 
 
 class CheckpointContract(RoundTrips, Resharding, Replacing, Damage):
