@@ -36,7 +36,7 @@ autodoc_preserve_defaults = True
 autodoc_typehints = "none"  # signatures stay readable: docstrings say what the arguments are
 
 highlight_language = "none"  # of blocks that say nothing else
-smartquotes_action = "D"  # dashes: "safetensors" in quotes is an argument
+smartquotes = False  # options such as --to stay options that can be copied
 html_theme = "furo"
 html_title = f"eformer {release}"
 html_static_path = ["_site/static"]

@@ -13,11 +13,11 @@ SOUND = (OLD, NEW, REFUSED, PASSED)
 
 FAILURES = {
     "wrong": "a load gave values that were never saved",
-    "lost": "a checkpoint that was complete cannot be loaded",
-    "undone": "a save that had returned is gone after a power cut; the checkpoint before it is there",
-    "hung": "it did not end in time",
+    "lost": "a complete checkpoint cannot be loaded",
+    "undone": "the checkpoint of a save that had returned is gone after a power cut; the checkpoint before it loads",
+    "hung": "a process did not end in time",
     "crashed": "a process died by itself, or an error does not name the file",
-    "litter": "the next save left something behind, or failed",
+    "litter": "the next save left a file behind, or failed",
     "failed": "a test failed",
 }
 

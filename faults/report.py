@@ -159,11 +159,14 @@ def unable(found: Mapping[str, Any]) -> str:
 
 
 def meanings() -> str:
-    failures = "; ".join(f"*{word}*: {meaning}" for word, meaning in FAILURES.items())
-    return (
-        "*old*, *new*: that checkpoint was loaded, whole; *refused*: an error says what is damaged; *passed*: a file "
-        f"of tests, or a measurement. Failures: {failures}."
-    )
+    """Return a list of the words in the tables, with the meaning of each."""
+    words = {
+        "old, new": "the load returned this checkpoint, whole",
+        "refused": "an error names the damage",
+        "passed": "a file of tests, or a measurement, without a failure",
+        **{f"{word} (failure)": meaning for word, meaning in FAILURES.items()},
+    }
+    return "\n".join(f"- *{word}*: {meaning}" for word, meaning in words.items())
 
 
 # ---------------------------------------------------------------------------------------------- page

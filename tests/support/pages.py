@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 _MARK = re.compile(r"<!-- (?P<kind>not run|file): (?P<text>.+?) -->\s*")
+_GENERATED = re.compile(
+    r"^<!-- (?:bench|faults): (\w+) -->$.*?^<!-- end of \1 -->$", re.MULTILINE | re.DOTALL
+)
+_MODULE = re.compile(r"(?<![\w/:.])(?:[\w*-]+/)+[\w*-]+\.py\b")
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,26 @@ def links(page: str) -> list[str]:
     tokens = [t for t in MarkdownIt("commonmark").enable("table").parse(_text(page)) if t.type == "inline"]
     children = [child for token in tokens for child in token.children or ()]
     return [str(child.attrGet("href") or child.attrGet("src") or "") for child in children if child.attrs]
+
+
+def long_lines(page: str, most: int) -> list[tuple[int, str]]:
+    """Return the lines of more than `most` characters, by number, outside of code and of generated tables."""
+    lines = _text(page).splitlines()
+    exempt: set[int] = set()
+    for token in MarkdownIt().parse("\n".join(lines)):
+        if token.type in ("fence", "code_block") and token.map:
+            exempt.update(range(*token.map))
+    for found in _GENERATED.finditer("\n".join(lines)):
+        first = found.string.count("\n", 0, found.start())
+        exempt.update(range(first, first + found[0].count("\n") + 1))
+    return [(at + 1, line) for at, line in enumerate(lines) if len(line) > most and at not in exempt]
+
+
+def modules(page: str) -> list[str]:
+    """Return the paths of Python modules that a page names in code between backticks."""
+    tokens = [t for t in MarkdownIt("commonmark").enable("table").parse(_text(page)) if t.type == "inline"]
+    code = [child.content for t in tokens for child in t.children or () if child.type == "code_inline"]
+    return [name for text in code for name in _MODULE.findall(text)]
 
 
 def _text(page: str) -> str:

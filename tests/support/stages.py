@@ -200,7 +200,7 @@ def training_run() -> dict[str, Any]:
 
     data = _Data()
     return {
-        "state": {"w": np.zeros(4, np.float32), "step": 0},
+        "state": {"params": {"w": np.zeros(4, np.float32)}, "step": 0},
         "data": data,
         "train_step": train_step,
         "evaluate": evaluate,

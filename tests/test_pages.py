@@ -1,0 +1,54 @@
+"""Pages are written to be read: lines that fit a screen and a diff, and names of modules that exist."""
+
+import pytest
+
+from support.pages import ROOT, long_lines, modules, pages
+
+MOST = 200  # characters in a line
+
+# Pages that are still to be wrapped. The list only gets shorter: a page leaves it when it has no long line.
+TO_WRAP = {
+    "CHANGELOG.md",
+    "README.md",
+    "docs/design/decisions.md",
+    "docs/guides/from-orbax.md",
+    "docs/speed.md",
+}
+OF_OTHER_PACKAGES = {"eformer/jaximus/__init__.py"}
+PLACES = ["", "src/eformer/_engine", "src/eformer"]
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if page not in TO_WRAP])
+def test_no_line_of_a_page_is_too_long(page):
+    assert long_lines(page, MOST) == [], (
+        f"{page}: wrap prose at about 110 characters, shorten cells of tables"
+    )
+
+
+@pytest.mark.parametrize("page", sorted(TO_WRAP))
+def test_a_page_without_long_lines_leaves_the_list(page):
+    assert long_lines(page, MOST), f"{page} has no long line: take it out of TO_WRAP"
+
+
+@pytest.mark.parametrize("page", pages())
+def test_every_module_that_a_page_names_exists(page):
+    named = set(modules(page)) - OF_OTHER_PACKAGES
+    gone = [name for name in named if not any(any((ROOT / place).glob(name)) for place in PLACES)]
+    assert gone == [], f"{page} names modules that do not exist"
+
+
+def test_a_long_line_in_code_or_in_generated_tables_is_allowed(tmp_path):
+    long = "word " * 60
+    page = tmp_path / "page.md"
+    page.write_text(
+        f"{long}\n\n```\n{long}\n```\n\n    {long}\n\n<!-- bench: x -->\n{long}\n<!-- end of x -->\n\n{long}"
+    )
+    assert [number for number, _ in long_lines(str(page), MOST)] == [1, 13]
+
+
+def test_modules_are_found_in_commands_and_patterns(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "`python bench/page.py --all` and `tests/x/test_*.py`, not `name.py` or `https://a.org/b.py`"
+    )
+    assert modules(str(page)) == ["bench/page.py", "tests/x/test_*.py"]
