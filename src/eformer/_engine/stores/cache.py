@@ -166,6 +166,7 @@ class Cache:
 
         Return the length of the object; None if the block is not there, or damaged.
         """
+        found = None
         with self._warnings(), self._opened(key, block) as (descriptor, nbytes):
             length, start = nbytes - _TAIL.size, block * BLOCK
             if not 0 < length <= BLOCK:
@@ -177,8 +178,8 @@ class Cache:
                 return None
             if not is_inside:
                 _copy(part, start, memory, offset)
-            return int(whole)
-        return None
+            found = int(whole)
+        return found
 
     def map(self, key: str, nbytes: int) -> np.ndarray[Any, Any] | None:
         """Map an object whose blocks were joined; None if they were not, or the file was cut short."""
@@ -309,7 +310,7 @@ class CachedFiles(UnchangingFiles):
         if key is None or not len(memory):
             return self._files.read_into(number, memory, offset)
         if number in self._maps:  # read what the caller of `map` has
-            _copy(memoryview(self._maps[number]), 0, memory, offset)
+            _copy(self._maps[number].data, 0, memory, offset)
             return max(0, min(len(memory), len(self._maps[number]) - offset))
         nbytes, missing = offset + len(memory), list[int]()
         for block in _blocks(offset, len(memory)):
