@@ -23,7 +23,6 @@ from eformer._engine.stores.base import Entry, SwapError, tidy_up
 from eformer._engine.stores.cache import CachedFiles
 from eformer._engine.stores.leases import LEASES, Leases, require_conditions
 from eformer._engine.stores.objects import PART_BYTES
-from eformer._engine.stores.swaps import swap_index
 from eformer._engine.stores.virtual_files import UnchangingFiles
 from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.deadline import clearing_up, time_left
@@ -307,7 +306,7 @@ class BucketUpload:
     def swap(self, name: str, data: bytes, expected: Version | None) -> None:
         if self._stage == "open":
             self._stage = "asked"  # first of all: this may be interrupted anywhere
-        swap_index(self._objects, f"{self._path}/{name}", data, expected)
+        self._objects.swap(f"{self._path}/{name}", data, expected)
 
     def _withdraw(self) -> None:
         """Remove the new objects of this upload, copies with the names of other saves included, and those of other

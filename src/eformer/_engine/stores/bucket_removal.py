@@ -22,7 +22,6 @@ from eformer._engine.record.manifest import CommitLog
 from eformer._engine.stores import leases
 from eformer._engine.stores.base import SwapError
 from eformer._engine.stores.leases import LEASES, ids_in, is_late, kind_of, leased, name_of, next_log
-from eformer._engine.stores.swaps import read_if_there, swap_index
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -96,7 +95,7 @@ def set_aside(objects: Objects, path: str, why: str, marks: Sequence[str]) -> st
         names = [*directories, *(file.key.removeprefix(f"{path}/") for file in files)]
         objects.put(f"{path}/{_CONTENTS}.{ending}", "\n".join(names).encode())
         for key in keys:
-            if found := read_if_there(objects, key):
+            if found := objects.read_if_there(key):
                 objects.put(f"{key}.{ending}", found[0])
                 now = objects.find(key)
                 if now is not None and now.version == found[1]:
@@ -222,7 +221,7 @@ class _Claim:
         entries = self._objects.list(f"{self._path}/")
         seen = Seen.among(self._path, now, (one for one in entries if one.key != self._lease.key))
         marks = [one.key for inner, one in seen.data.items() if ASIDE.fullmatch(inner)]
-        texts = [found[0] for mark in marks if (found := read_if_there(self._objects, mark))]
+        texts = [found[0] for mark in marks if (found := self._objects.read_if_there(mark))]
         aside = seen.of(ids_in(text.decode(errors="replace") for text in texts))
         left_out = {*marks, *(one.key for one in aside)}
         data = {inner: one for inner, one in seen.data.items() if one.key not in left_out}
@@ -232,7 +231,7 @@ class _Claim:
         return {name: found for name in INDEXES if (found := self._read(name)).version is not None}
 
     def _read(self, name: str) -> _There:
-        found = read_if_there(self._objects, self._key(name))
+        found = self._objects.read_if_there(self._key(name))
         return _There(*found, manifest_in(name, found[0])) if found else _There()
 
     def _key(self, name: str) -> str:
@@ -284,7 +283,7 @@ class _Claim:
             if len(data) > MOST_EMPTY:
                 return None
             with suppress(SwapError):
-                swap_index(self._objects, self._key(name), data, before.version)
+                self._objects.swap(self._key(name), data, before.version)
                 return data, before
             before = self._read(name)
             if before.is_checkpoint:
@@ -297,7 +296,7 @@ class _Claim:
             now = self._read(name)
             if now.data == data and before.is_checkpoint:
                 with suppress(SwapError):
-                    swap_index(self._objects, self._key(name), before.data, now.version)
+                    self._objects.swap(self._key(name), before.data, now.version)
 
     # --------------------------------------------------------------------------------- what dead saves left
 

@@ -166,7 +166,6 @@ class Cache:
 
         Return the length of the object; None if the block is not there, or damaged.
         """
-        found = None
         with self._warnings(), self._opened(key, block) as (descriptor, nbytes):
             length, start = nbytes - _TAIL.size, block * BLOCK
             if not 0 < length <= BLOCK:
@@ -174,12 +173,11 @@ class Cache:
             whole, digest = _TAIL.unpack(os.pread(descriptor, _TAIL.size, length))
             is_inside = offset <= start and start + length <= offset + len(memory)
             part = memory[start - offset :][:length] if is_inside else memoryview(bytearray(length))
-            if read_into(descriptor, part, 0) < length or _digest(part, whole) != digest:
-                return None
-            if not is_inside:
-                _copy(part, start, memory, offset)
-            found = int(whole)
-        return found
+            if read_into(descriptor, part, 0) == length and _digest(part, whole) == digest:
+                if not is_inside:
+                    _copy(part, start, memory, offset)
+                return int(whole)
+        return None
 
     def map(self, key: str, nbytes: int) -> np.ndarray[Any, Any] | None:
         """Map an object whose blocks were joined; None if they were not, or the file was cut short."""
