@@ -8,6 +8,7 @@ warning says why and the reads go to the bucket.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import mmap
@@ -210,9 +211,10 @@ class Cache:
                 if self._has_warned or nbytes > self.limit:
                     return
                 block = data[at : at + BLOCK]
+                tail = _TAIL.pack(nbytes, _digest(block, nbytes))
                 with self._new(key, first + at // BLOCK) as descriptor:
-                    write_all(descriptor, block, 0)
-                    write_all(descriptor, _TAIL.pack(nbytes, _digest(block, nbytes)), len(block))
+                    if os.pwritev(descriptor, [block, tail], 0) < len(block) + len(tail):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 self._count(len(block))
 
     def join(self, key: str, nbytes: int) -> None:
