@@ -334,20 +334,17 @@ class BucketUpload:
     def close(self) -> None:
         if self._stage == "closed":
             return
+        is_over = self._stage == "committed" or (self._stage == "open" and not self._is_doubtful)
         try:
             with suppress(OSError), clearing_up():  # else it is left to the next save
-                self._clear_up()
+                if self._unpublished:
+                    self._unpublished.cancel()
+                self._withdraw()
+                if self._leases and is_over:
+                    self._leases.lease.end()
         finally:
             self._stage = "closed"
             self.abandon()
-
-    def _clear_up(self) -> None:
-        if self._unpublished:
-            self._unpublished.cancel()
-        self._withdraw()
-        is_over = self._stage == "committed" or (self._stage == "open" and not self._is_doubtful)
-        if self._leases and is_over:
-            self._leases.lease.end()
 
     def abandon(self) -> None:
         """Let go of the upload as a process does that dies."""

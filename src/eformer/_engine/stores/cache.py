@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import logging
+import math
 import mmap
 import os
 import re
@@ -120,7 +121,7 @@ class Cache:
 
     def __init__(self, directory: str, limit: int | None = None) -> None:
         self.directory, self._limit = directory, limit
-        self._written, self._lock = 0, Lock()
+        self._written, self._lock = math.inf, Lock()  # bytes since the last look at the size of the directory
         self._has_warned = False
 
     @contextmanager
@@ -258,10 +259,9 @@ class Cache:
     def _count(self, nbytes: int) -> None:
         """Remove files now and then."""
         with self._lock:
-            is_first = not self._written
             self._written += nbytes
-            is_due = is_first or self._written > min(_LOOK_EVERY, self.limit // 16)
-            self._written = 1 if is_due else self._written
+            is_due = self._written > min(_LOOK_EVERY, self.limit // 16)
+            self._written = 0 if is_due else self._written
         if is_due:
             self.trim()
 
