@@ -319,20 +319,23 @@ class SignedFiles(UnchangingFiles):
     def _read_checked(self, number: int, piece: int, memory: memoryview) -> None:
         """Read a whole piece, and check it where it is now: what the file has later does not matter."""
         file, start = self._signed[number], piece * PIECE_BYTES
-        for _ in range(2):
-            found = self._files.read_into(number, memory, start)
-            digest = digest_piece(memory[:found])
-            if digest == file.sha256[piece] and found == len(memory):
-                return
-            # A copy may be damaged: read the source once.
-            if not isinstance(self._files, KeepsCopies) or not self._files.forget(number, start, len(memory)):
-                break
-        error = AlteredError(
-            f"{self._store.path_of(file)} is not what was signed: the SHA-256 of its {len(memory)} "
-            f"bytes from {start} on is {digest}, expected {file.sha256[piece]}"
-        )
-        self._store.alarms.append(error)
-        raise error
+        signed, digest = file.sha256[piece], self._read(number, memory, start)
+        if (
+            digest != signed
+            and isinstance(self._files, KeepsCopies)
+            and self._files.forget(number, start, len(memory))
+        ):
+            digest = self._read(number, memory, start)  # from its source, once
+        if digest != signed:
+            error = AlteredError(
+                f"{self._store.path_of(file)} is not what was signed: the SHA-256 of its {len(memory)} "
+                f"bytes from {start} on is {digest}, expected {signed}"
+            )
+            self._store.alarms.append(error)
+            raise error
+
+    def _read(self, number: int, memory: memoryview, start: int) -> str:
+        return digest_piece(memory[: self._files.read_into(number, memory, start)])
 
     def nbytes(self, number: int) -> int:
         return self._signed[number].nbytes
