@@ -20,6 +20,7 @@ from eformer._engine.stores.checkpoints import held, remove_checkpoint, set_asid
 from eformer._engine.stores.checkpoints import sweep as sweep_checkpoint
 from eformer._engine.stores.leases import Leases
 from eformer._engine.stores.locate import store_at
+from eformer._engine.stores.objects import Objects
 from eformer._engine.tools.prune import plan_removal, remove
 from eformer.checkpoint import Run, SaveOptions, load, prune, save
 from eformer.errors import NotFoundError
@@ -476,7 +477,7 @@ def die_before_commit(url, kind):
         death.at = 1
         raise Died
 
-    with suppress(Died), hooked(death), mock.patch("eformer._engine.stores.bucket.swap_index", die):
+    with suppress(Died), hooked(death), mock.patch.object(Objects, "swap", die):
         put(url, 9, kind)
 
 

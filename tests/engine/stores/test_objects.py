@@ -1,12 +1,13 @@
 """Requests to a server: what its answers become."""
 
+import time
+
 import numpy as np
 import pytest
 from msgspec import structs
 from obstore.store import MemoryStore
 
 from eformer import checkpoint
-from eformer._engine.stores import swaps
 from eformer._engine.stores.locate import store_at
 from eformer._engine.stores.objects import Objects
 from support.object_server import credentials, serving
@@ -80,8 +81,8 @@ def test_a_refusal_after_many_errors_is_not_taken_for_success(monkeypatch):
         return outcome
 
     monkeypatch.setattr(objects, "put_if", answered)
-    monkeypatch.setattr(swaps.time, "sleep", lambda _: None)
-    swaps.swap_index(objects, "index", b"two", objects.head("index").version)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    objects.swap("index", b"two", objects.head("index").version)
     assert bytes(objects.read("index")[0]) == b"two"
 
 

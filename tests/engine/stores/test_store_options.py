@@ -77,6 +77,12 @@ def test_an_unknown_option_is_an_error_at_once_that_lists_the_known_ones(start):
         save({"w": 1}, "s3://b/x", options=SaveOptions(store_options={"endpont": "x"}))
 
 
+@pytest.mark.parametrize("name", ["root_certificate", "default_headers", "proxy_url", "http2_only"])
+def test_options_of_the_client_of_obstore_are_those_of_all_clouds(name):
+    with store_options("", **{name: "x"}):
+        assert all(options_of(f"{cloud}://b", cloud) == {name: "x"} for cloud in ("s3", "gcs", "azure"))
+
+
 def test_an_option_of_one_cloud_for_all_buckets_holds_for_that_cloud():
     """Of ours, and of obstore's; for a URL of another cloud it is an error."""
     given = {"profile": "", "account_key": "SENTINEL", "account_name": "a", "timeout": 7}

@@ -101,7 +101,7 @@ class KeepsCopies(Protocol):
     """Files that are read through a cache."""
 
     def forget(self, number: int, offset: int, nbytes: int) -> bool:
-        """Read a range from its source the next time. Return False if that was so this time, too."""
+        """Read a range from its source the next time. Return False if no copy of it was kept."""
 
 
 class Sink(Protocol):

@@ -23,7 +23,6 @@ from eformer._engine.stores.base import Entry, SwapError, tidy_up
 from eformer._engine.stores.cache import CachedFiles
 from eformer._engine.stores.leases import LEASES, Leases, require_conditions
 from eformer._engine.stores.objects import PART_BYTES
-from eformer._engine.stores.swaps import swap_index
 from eformer._engine.stores.virtual_files import UnchangingFiles
 from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.deadline import clearing_up, time_left
@@ -307,7 +306,7 @@ class BucketUpload:
     def swap(self, name: str, data: bytes, expected: Version | None) -> None:
         if self._stage == "open":
             self._stage = "asked"  # first of all: this may be interrupted anywhere
-        swap_index(self._objects, f"{self._path}/{name}", data, expected)
+        self._objects.swap(f"{self._path}/{name}", data, expected)
 
     def _withdraw(self) -> None:
         """Remove the new objects of this upload, copies with the names of other saves included, and those of other
@@ -335,20 +334,17 @@ class BucketUpload:
     def close(self) -> None:
         if self._stage == "closed":
             return
+        is_over = self._stage == "committed" or (self._stage == "open" and not self._is_doubtful)
         try:
             with suppress(OSError), clearing_up():  # else it is left to the next save
-                self._clear_up()
+                if self._unpublished:
+                    self._unpublished.cancel()
+                self._withdraw()
+                if self._leases and is_over:
+                    self._leases.lease.end()
         finally:
             self._stage = "closed"
             self.abandon()
-
-    def _clear_up(self) -> None:
-        if self._unpublished:
-            self._unpublished.cancel()
-        self._withdraw()
-        is_over = self._stage == "committed" or (self._stage == "open" and not self._is_doubtful)
-        if self._leases and is_over:
-            self._leases.lease.end()
 
     def abandon(self) -> None:
         """Let go of the upload as a process does that dies."""

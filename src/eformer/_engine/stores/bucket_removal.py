@@ -22,7 +22,6 @@ from eformer._engine.record.manifest import CommitLog
 from eformer._engine.stores import leases
 from eformer._engine.stores.base import SwapError
 from eformer._engine.stores.leases import LEASES, ids_in, is_late, kind_of, leased, name_of, next_log
-from eformer._engine.stores.swaps import read_if_there, swap_index
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -59,12 +58,11 @@ def remove(objects: Objects, path: str, identity: Identity | None) -> bool:
         objects.delete([path])
         return True
     with _claimed(objects, path) as claim:
-        there = claim.indexes_there()
-        require_same({name: one.version for name, one in there.items()})
+        require_same({name: one.version for name, one in claim.there.items()})
         seen = claim.look()
         if not seen.data:
             raise FileNotFoundError(f"{objects.path_to(path)} holds no checkpoint")
-        return not seen.is_held() and claim.remove_all(seen, there)
+        return not seen.is_held() and claim.remove_all(seen)
 
 
 def sweep(objects: Objects, path: str) -> None:
@@ -76,10 +74,9 @@ def sweep(objects: Objects, path: str) -> None:
     if not _is_worth_a_look(Seen.among(path, now, objects.list(f"{path}/"))):
         return
     with _claimed(objects, path) as claim:
-        there = claim.indexes_there()
         seen = claim.look()
-        if not seen.is_held() and not any(one.is_checkpoint for one in there.values()):
-            claim.sweep(seen, there)
+        if not seen.is_held() and not any(one.is_checkpoint for one in claim.there.values()):
+            claim.sweep(seen)
 
 
 def set_aside(objects: Objects, path: str, why: str, marks: Sequence[str]) -> str:
@@ -96,7 +93,7 @@ def set_aside(objects: Objects, path: str, why: str, marks: Sequence[str]) -> st
         names = [*directories, *(file.key.removeprefix(f"{path}/") for file in files)]
         objects.put(f"{path}/{_CONTENTS}.{ending}", "\n".join(names).encode())
         for key in keys:
-            if found := read_if_there(objects, key):
+            if found := objects.read_if_there(key):
                 objects.put(f"{key}.{ending}", found[0])
                 now = objects.find(key)
                 if now is not None and now.version == found[1]:
@@ -140,9 +137,14 @@ class Seen(Struct, frozen=True):
         return entry is not None and entry.modified < self.now - leases.DEAD_FOR
 
     def is_useless(self, lease: Object) -> bool:
+        """Tell whether a lease protects nothing any more."""
         if kind_of(lease) == "save":
             return self.is_old(lease) and not self.of({name_of(lease)})
         return is_late(lease, self.now)
+
+    def wanted_by(self, saves: Iterable[str]) -> list[str]:
+        """Name the indexes by which these saves would commit."""
+        return [name for name in INDEXES if not self.saves(name).isdisjoint(saves)]
 
     def saves(self, *indexes: str) -> set[str]:
         """Return the saves whose objects are of the kind that one of these indexes names: in directories of their own,
@@ -167,11 +169,6 @@ class Seen(Struct, frozen=True):
 
 def _top(inner: str) -> str:
     return inner.partition("/")[0]
-
-
-def _wanted_by(seen: Seen, saves: Iterable[str]) -> set[str]:
-    """Name the indexes by which these saves would commit."""
-    return {name for name in INDEXES if not seen.saves(name).isdisjoint(saves)}
 
 
 def _is_worth_a_look(seen: Seen) -> bool:
@@ -211,10 +208,15 @@ def _claimed(objects: Objects, path: str) -> Iterator[_Claim]:
 
 
 class _Claim:
-    """The right to remove the index of a directory, which is good for a few minutes, and shared with other removals."""
+    """The right to remove the index of a directory, which is good for a few minutes, and shared with other removals.
+
+    there   the indexes, which are read before anything is listed: a save that commits later changes their versions
+    """
 
     def __init__(self, objects: Objects, path: str, lease: Renewed) -> None:
         self._objects, self._path, self._lease = objects, path, lease
+        self.there = {name: one for name in INDEXES if (one := self._read(name)).version is not None}
+        self._emptied: dict[str, tuple[bytes, _There]] = {}  # by this removal: the new index, and the old one
 
     def look(self) -> Seen:
         """List what is there, without checkpoints that were put aside: they are no part of the one to be removed."""
@@ -222,17 +224,14 @@ class _Claim:
         entries = self._objects.list(f"{self._path}/")
         seen = Seen.among(self._path, now, (one for one in entries if one.key != self._lease.key))
         marks = [one.key for inner, one in seen.data.items() if ASIDE.fullmatch(inner)]
-        texts = [found[0] for mark in marks if (found := read_if_there(self._objects, mark))]
+        texts = [found[0] for mark in marks if (found := self._objects.read_if_there(mark))]
         aside = seen.of(ids_in(text.decode(errors="replace") for text in texts))
         left_out = {*marks, *(one.key for one in aside)}
         data = {inner: one for inner, one in seen.data.items() if one.key not in left_out}
         return Seen(seen.now, seen.leases, data)
 
-    def indexes_there(self) -> dict[str, _There]:
-        return {name: found for name in INDEXES if (found := self._read(name)).version is not None}
-
     def _read(self, name: str) -> _There:
-        found = read_if_there(self._objects, self._key(name))
+        found = self._objects.read_if_there(self._key(name))
         return _There(*found, manifest_in(name, found[0])) if found else _There()
 
     def _key(self, name: str) -> str:
@@ -245,71 +244,67 @@ class _Claim:
 
     # ------------------------------------------------------------------------------- a whole checkpoint
 
-    def remove_all(self, seen: Seen, there: Mapping[str, _There]) -> bool:
+    def remove_all(self, seen: Seen) -> bool:
         """Remove everything that was seen, and at last the index: if there are no dead saves, who may still wake up."""
         zombies = set(seen.expired())
-        emptied: dict[str, tuple[bytes, _There]] = {}
         # A checkpoint of another program has no index: it gets the one that readers look at first.
-        names = {*there, *_wanted_by(seen, zombies)} or {INDEX}
+        names = {*self.there, *seen.wanted_by(zombies)} or {INDEX}
         for name in names:
-            done = self._empty(name, there, seen, seen.saves(*INDEXES) | zombies, gone=True)
-            if done is None:
+            if not self._empty(name, seen, seen.saves(*INDEXES) | zombies, gone=True):
                 break
-            emptied[name] = done
-            zombies |= leases.still_dead(done[1].log.dead, seen.now).keys()
-        if len(emptied) < len(names) or self._is_held_now(seen):
-            self._restore(emptied)
+            zombies |= leases.still_dead(self._emptied[name][1].log.dead, seen.now).keys()
+        if len(self._emptied) < len(names) or self._is_held_now(seen):
+            self._restore()
             return False
-        self._objects.delete(one.key for inner, one in seen.data.items() if inner not in emptied)
+        self._objects.delete(one.key for inner, one in seen.data.items() if inner not in names)
         self._objects.delete(
             one.key for one in seen.leases if is_late(one, seen.now) or kind_of(one) == "replaced"
         )
         if not zombies:
-            self.delete_unconditionally(map(self._key, emptied))
+            self.delete_unconditionally(map(self._key, names))
         return True
 
     def _is_held_now(self, seen: Seen) -> bool:
         """Tell whether a reader has come before anybody could notice."""
         return Seen(seen.now, list(self._objects.list(self._key(f"{LEASES}/"))), {}).is_held()
 
-    def _empty(
-        self, name: str, there: Mapping[str, _There], seen: Seen, saves: Iterable[str], *, gone: bool
-    ) -> tuple[bytes, _There] | None:
-        """Replace an index by one without trees that bars saves. Return the new one and the old one; None if a save has
-        committed meanwhile, or there are too many to bar."""
-        before = there.get(name, _There())
+    def _empty(self, name: str, seen: Seen, saves: Iterable[str], *, gone: bool = False) -> bool:
+        """Replace an index by one without trees that bars saves. Return False if a save has committed meanwhile, or
+        there are too many to bar."""
+        before = self.there.get(name, _There())
         while True:
             log = before.log
             data = empty_index(name, next_log(log, saves, seen.now, done=log.done, gone=gone or log.gone))
             if len(data) > MOST_EMPTY:
-                return None
+                return False
             with suppress(SwapError):
-                swap_index(self._objects, self._key(name), data, before.version)
-                return data, before
+                self._objects.swap(self._key(name), data, before.version)
+                self._emptied[name] = data, before
+                return True
             before = self._read(name)
             if before.is_checkpoint:
-                return None
+                return False
 
-    def _restore(self, emptied: Mapping[str, tuple[bytes, _There]]) -> None:
+    def _restore(self) -> None:
         """Put indexes back that this removal has replaced, and nobody else since or before: others may have removed
         what they name."""
-        for name, (data, before) in emptied.items():
+        for name, (data, before) in self._emptied.items():
             now = self._read(name)
             if now.data == data and before.is_checkpoint:
                 with suppress(SwapError):
-                    swap_index(self._objects, self._key(name), before.data, now.version)
+                    self._objects.swap(self._key(name), before.data, now.version)
 
     # --------------------------------------------------------------------------------- what dead saves left
 
-    def sweep(self, seen: Seen, there: Mapping[str, _There]) -> None:
+    def sweep(self, seen: Seen) -> None:
         """Bar dead saves, remove their objects, and go on with a removal that died. Nothing is removed before the index
         is one of this sweep: until then another removal may still put the old one back."""
         expired = seen.expired()
-        for name in [*there] or sorted(_wanted_by(seen, expired))[:1]:
-            log = there.get(name, _There()).log
+        for name in [*self.there] or sorted(seen.wanted_by(expired))[:1]:
+            log = self.there.get(name, _There()).log
             dead = {*log.dead, *(seen.saves(name) & expired.keys())}
             doomed = seen.doomed(name, dead, is_gone=log.gone)
-            if doomed and self._empty(name, there, seen, dead, gone=False) is None:
+            if doomed and not self._empty(name, seen, dead):
                 return
             self._objects.delete(one.key for one in doomed)
             self._objects.delete(one.key for save_id, one in expired.items() if save_id in dead)

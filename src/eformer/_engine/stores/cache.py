@@ -1,31 +1,33 @@
 """Keep blocks of objects that never change in files of this machine, so that the next load does not fetch them.
 
-Every object has one sparse file: a header, the digest of every block, then the blocks. A digest is written after its
-block, and a block that does not match its digest, or has none, is fetched again: after a crash, damage, or a full disk.
-All writers of a file write the same bytes at the same places, so processes need no locks. A cache never makes a read
-fail: if the directory cannot be used, a warning says why and the reads go to the bucket.
+Every block is a file: its bytes, then the length of its object and a digest. The file appears by a rename, so processes
+need no locks. A block that does not match its digest is fetched again: after a crash, or damage. Before an object is
+mapped, its blocks are joined in one more file. A cache never makes a read fail: if the directory cannot be used, a
+warning says why and the reads go to the bucket.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
+import math
 import mmap
 import os
 import re
+import secrets
 import stat
 import struct
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import lru_cache, partial
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import xxhash
-from msgspec import Struct
 
-from eformer._engine.stores.directory import read_into
+from eformer._engine.stores.directory import Closing, read_into
+from eformer._engine.stores.durable import write_all
 from eformer._engine.stores.urls import local_path
 from eformer._engine.stores.virtual_files import UnchangingFiles
 from eformer._engine.tasks.forks import Lock
@@ -48,16 +50,13 @@ _MOST_BYTES = 100 * 10**9
 _AT_ONCE = 8 * BLOCK  # fetched by one request, to map an object
 _THREADS = 16
 _FREED = 0.9  # of the limit is left after a removal
-_LOOK_EVERY = 256 * 2**20  # bytes that are written between two looks at the size of the directory
+_LOOK_EVERY = 2**30  # bytes that are written between two looks at the size of the directory
 
-_MAGIC = b"eformer cache 1\n"
-_FIELDS = struct.Struct("<16sQQ")
-_WHOLE_AT = 48
-_DIGESTS_AT = 64
-_DIGEST = 16
-_PAGE = 4096
-
-_SUFFIX = ".blocks"
+_TAIL = struct.Struct(
+    "<Q16s"
+)  # of a block: the length of its object, and the digest of its bytes, seeded by that
+_WHOLE = "whole"  # in the place of a block's number: all of them
+_SUFFIX = ".block"
 _SAVE_ID = re.compile(r"\.([0-9a-f]{16})(?![0-9a-f])")
 
 _chosen: ContextVar[Cached] = ContextVar("eformer_cache", default=None)
@@ -114,130 +113,24 @@ def key_of(url: str, name: str, version: Version | None) -> str | None:
 # ---------------------------------------------------------------------------------------------- files
 
 
-class _Entry(Struct, frozen=True):
-    """An open file of the cache, and the length of its object."""
-
-    descriptor: int
-    nbytes: int
-
-    @property
-    def start(self) -> int:
-        return _start(self.nbytes)
-
-    def digests(self, blocks: range) -> list[bytes]:
-        nbytes = len(blocks) * _DIGEST
-        data = os.pread(self.descriptor, nbytes, _DIGESTS_AT + blocks.start * _DIGEST).ljust(nbytes, b"\0")
-        return [data[at : at + _DIGEST] for at in range(0, nbytes, _DIGEST)]
-
-    def read_into(self, memory: memoryview, offset: int) -> list[int]:
-        """Fill memory from the blocks that are sound. Return the numbers of the others."""
-        stop = min(self.nbytes, offset + len(memory))
-        if offset >= stop:
-            return []
-        missing, blocks = [], _blocks(offset, stop - offset)
-        for block, digest in zip(blocks, self.digests(blocks), strict=True):
-            start, end = block * BLOCK, min((block + 1) * BLOCK, self.nbytes)
-            is_inside = offset <= start and end <= stop
-            part = memory[start - offset : end - offset] if is_inside else memoryview(bytearray(end - start))
-            if not self._read_block(block, part, digest):
-                missing.append(block)
-            elif not is_inside:
-                _copy(part, start, memory, offset)
-        return missing
-
-    def _read_block(self, number: int, memory: memoryview, digest: bytes) -> bool:
-        """Fill memory with a block. Return False if it is not there, or damaged."""
-        if digest == bytes(_DIGEST):
-            return False
-        found = read_into(self.descriptor, memory, self.start + number * BLOCK)
-        return found == len(memory) and xxhash.xxh3_128_digest(memory) == digest
-
-    def is_sound(self) -> bool:
-        """Tell whether all blocks are there, and none is damaged."""
-        memory = memoryview(bytearray(BLOCK))
-        return not any(self.read_into(memory, offset) for offset in range(0, self.nbytes, BLOCK))
-
-    def write(self, first: int, data: memoryview) -> None:
-        """Write blocks that follow each other, then their digests."""
-        _write(self.descriptor, data, self.start + first * BLOCK)
-        digests = [xxhash.xxh3_128_digest(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
-        _write(self.descriptor, b"".join(digests), _DIGESTS_AT + first * _DIGEST)
-
-    def forget(self, blocks: range) -> None:
-        _write(self.descriptor, bytes(_DIGEST), _WHOLE_AT)
-        _write(self.descriptor, bytes(_DIGEST * len(blocks)), _DIGESTS_AT + blocks.start * _DIGEST)
-
-    # A file that was checked once, after it had reached the disk, is mapped from then on without reading it.
-
-    @property
-    def is_whole(self) -> bool:
-        return os.pread(self.descriptor, _DIGEST, _WHOLE_AT) == _whole_mark(self.nbytes)
-
-    def set_whole(self) -> None:
-        os.fsync(self.descriptor)
-        _write(self.descriptor, _whole_mark(self.nbytes), _WHOLE_AT)
-
-    def map(self) -> np.ndarray[Any, Any]:
-        mapping = mmap.mmap(self.descriptor, 0, prot=mmap.PROT_READ)
-        return np.frombuffer(mapping, np.uint8)[self.start :]
-
-
-def _start(nbytes: int) -> int:
-    """Return where the blocks begin: on a page, so that they can be mapped."""
-    end = _DIGESTS_AT + -(-nbytes // BLOCK) * _DIGEST
-    return -(-end // _PAGE) * _PAGE
-
-
-def _header(nbytes: int) -> bytes:
-    fields = _FIELDS.pack(_MAGIC, nbytes, BLOCK)
-    return fields + xxhash.xxh3_128_digest(fields)
-
-
-def _whole_mark(nbytes: int) -> bytes:
-    return xxhash.xxh3_128_digest(_header(nbytes) + b"whole")
-
-
-def _write(descriptor: int, data: bytes | memoryview, offset: int) -> None:
-    while data:
-        count = os.pwrite(descriptor, data, offset)
-        data, offset = data[count:], offset + count
-
-
 class Cache:
-    """A directory of objects, of which the least recently used are removed when it gets too large.
+    """A directory of blocks, of which the least recently used are removed when it gets too large.
 
     limit   bytes; None for 100 GB, or half of the disk if that is less. Larger objects are left out
     """
 
     def __init__(self, directory: str, limit: int | None = None) -> None:
         self.directory, self._limit = directory, limit
-        self._written, self._lock = 0, Lock()
-        self._was_seen = self._has_warned = False
-
-    # ---------------------------------------------------------------------------------------- open
-
-    @contextmanager
-    def entry(self, key: str, nbytes: int | None = None) -> Iterator[_Entry | None]:
-        """Open the file of an object; with `nbytes` make it if it is not there. Yield None if that is impossible.
-
-        An error of the operating system ends the block, and is only logged.
-        """
-        entry = None
-        with self._warnings():
-            entry = self._open(key, nbytes)
-        try:
-            with self._warnings():
-                yield entry
-        finally:
-            if entry:
-                os.close(entry.descriptor)
+        self._written, self._lock = math.inf, Lock()  # bytes since the last look at the size of the directory
+        self._has_warned = False
 
     @contextmanager
     def _warnings(self) -> Iterator[None]:
+        """End the block at an error of the operating system, and only log it."""
         try:
             yield
-        except FileNotFoundError as error:
-            logger.debug("%s: %s", self.directory, error)  # removed meanwhile, by another process
+        except FileNotFoundError:
+            pass  # it was never there, or another process has removed it
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
@@ -246,92 +139,134 @@ class Cache:
                     "the cache %s cannot be used, reading from the bucket: %s", self.directory, why
                 )
 
-    def _open(self, key: str, nbytes: int | None) -> _Entry | None:
-        self._require_own()
-        if nbytes is not None and nbytes > self.limit:
-            return None
-        path = os.path.join(self.directory, key + _SUFFIX)
-        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_CREAT if nbytes else 0)
-        try:
-            descriptor = os.open(path, flags, 0o600)
-        except FileNotFoundError:
-            self._was_seen = self._was_seen and not nbytes  # else the directory is gone: make it again
-            return None
-        entry = None
-        try:
-            if (found := self._length(descriptor, path, nbytes)) is not None:
-                os.utime(descriptor)  # used now
-                entry = _Entry(descriptor, found)
-            return entry
-        finally:
-            if entry is None:
-                os.close(descriptor)
-
     def _require_own(self) -> None:
         """Make the directory, or refuse one that others can write to."""
-        if self._was_seen:
-            return
         os.makedirs(self.directory, mode=0o700, exist_ok=True)
         status = os.stat(self.directory)
         if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
             raise PermissionError("it belongs to another user, or everybody may write to it")
-        self._was_seen = True
 
-    def _length(self, descriptor: int, path: str, nbytes: int | None) -> int | None:
-        """Return the length of the object whose file this is. A new file gets `nbytes`. Return None if that is not
-        known, and for a file that is damaged, which is removed."""
-        status = os.fstat(descriptor)
-        is_shared = status.st_nlink > 1  # a file from elsewhere, which must not be written
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or is_shared:
-            raise PermissionError(f"{path} is not a file of this user, or has a second name")
-        header = os.pread(descriptor, _FIELDS.size + _DIGEST, 0)
-        status = os.fstat(descriptor)  # again: another thread may have begun the file, its length first
-        if not header.strip(b"\0"):
-            if nbytes:
-                os.ftruncate(descriptor, _start(nbytes) + nbytes)
-                _write(descriptor, _header(nbytes), 0)
-            return nbytes
-        if len(header) == _FIELDS.size + _DIGEST:
-            found = int(_FIELDS.unpack_from(header)[1])
-            if header == _header(found) and status.st_size == _start(found) + found:
-                return found
-        with self._lock, suppress(FileNotFoundError):
-            if os.path.samestat(os.lstat(path), status):  # another thread may have put a new one there
-                os.unlink(path)
+    def _path(self, key: str, block: object) -> str:
+        return os.path.join(self.directory, f"{key}.{block}{_SUFFIX}")
+
+    # ---------------------------------------------------------------------------------------- read
+
+    @contextmanager
+    def _opened(self, key: str, block: object) -> Iterator[tuple[int, int]]:
+        """Open a file. Yield its descriptor and its length."""
+        self._require_own()
+        path = self._path(key, block)
+        with Closing(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)) as descriptor:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+                raise PermissionError(f"{path} is not a file of this user")
+            os.utime(descriptor)  # used now
+            yield descriptor, status.st_size
+
+    def read(self, key: str, block: int, memory: memoryview, offset: int) -> int | None:
+        """Copy the bytes of a block that belong into memory, which begins at an offset of the object.
+
+        Return the length of the object; None if the block is not there, or damaged.
+        """
+        with self._warnings(), self._opened(key, block) as (descriptor, nbytes):
+            length, start = nbytes - _TAIL.size, block * BLOCK
+            if not 0 < length <= BLOCK:
+                return None
+            whole, digest = _TAIL.unpack(os.pread(descriptor, _TAIL.size, length))
+            is_inside = offset <= start and start + length <= offset + len(memory)
+            part = memory[start - offset :][:length] if is_inside else memoryview(bytearray(length))
+            if read_into(descriptor, part, 0) == length and _digest(part, whole) == digest:
+                if not is_inside:
+                    _copy(part, start, memory, offset)
+                return int(whole)
         return None
 
-    # -------------------------------------------------------------------------------------- blocks
+    def map(self, key: str, nbytes: int) -> np.ndarray[Any, Any] | None:
+        """Map an object whose blocks were joined; None if they were not, or the file was cut short."""
+        with self._warnings(), self._opened(key, _WHOLE) as (descriptor, found):
+            if found == nbytes:
+                return np.frombuffer(mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ), np.uint8)
+        return None
+
+    # --------------------------------------------------------------------------------------- write
+
+    @contextmanager
+    def _new(self, key: str, block: object) -> Iterator[int]:
+        """Yield a new file, which appears at the end, unless there is an error."""
+        self._require_own()
+        scratch = self._path(key, f"{block}.{secrets.token_hex(8)}")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            with Closing(os.open(scratch, flags, 0o600)) as descriptor:
+                yield descriptor
+            os.replace(scratch, self._path(key, block))
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(scratch)
+            raise
 
     def keep(self, key: str, nbytes: int, first: int, data: memoryview) -> None:
         """Write blocks of an object that follow each other."""
-        if not nbytes or self._has_warned:
-            return
-        with self.entry(key, nbytes) as entry:
-            if entry:
-                entry.write(first, data)
-                self._count(len(data))
+        with self._warnings():
+            for at in range(0, len(data), BLOCK):
+                if self._has_warned or nbytes > self.limit:
+                    return
+                block = data[at : at + BLOCK]
+                tail = _TAIL.pack(nbytes, _digest(block, nbytes))
+                with self._new(key, first + at // BLOCK) as descriptor:
+                    if os.pwritev(descriptor, [block, tail], 0) < len(block) + len(tail):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._count(len(block))
+
+    def join(self, key: str, nbytes: int) -> None:
+        """Write all blocks to one file, to be mapped. It is on the disk before it appears, and is not checked again."""
+        memory = memoryview(bytearray(BLOCK))
+        with self._warnings(), self._new(key, _WHOLE) as descriptor:
+            for block in _blocks(0, nbytes):
+                start = block * BLOCK
+                part = memory[: min(BLOCK, nbytes - start)]
+                if self.read(key, block, part, start) != nbytes:
+                    raise FileNotFoundError(self._path(key, block))
+                write_all(descriptor, part, start)
+            os.fsync(descriptor)
+            self._count(nbytes)
+
+    def mend(self, key: str, data: memoryview, offset: int) -> None:
+        """Write to the file of all blocks in place, so that those who have mapped it see the change."""
+        flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        with self._warnings(), Closing(os.open(self._path(key, _WHOLE), flags)) as descriptor:
+            write_all(descriptor, data, offset)
+
+    def forget(self, key: str, blocks: range) -> bool:
+        """Remove blocks. Return False if none of them was there."""
+        was_there = False
+        for block in blocks:
+            with suppress(OSError):
+                os.unlink(self._path(key, block))
+                was_there = True
+        return was_there
 
     # --------------------------------------------------------------------------------------- limit
 
     @property
     def limit(self) -> int:
         if self._limit is None:
+            self._require_own()
             disk = os.statvfs(self.directory)
             self._limit = min(_MOST_BYTES, disk.f_frsize * disk.f_blocks // 2)
         return self._limit
 
     def _count(self, nbytes: int) -> None:
-        """Remove objects now and then."""
+        """Remove files now and then."""
         with self._lock:
-            is_first = not self._written
             self._written += nbytes
-            is_due = is_first or self._written > min(_LOOK_EVERY, self.limit // 16)
-            self._written = 1 if is_due else self._written
+            is_due = self._written > min(_LOOK_EVERY, self.limit // 16)
+            self._written = 0 if is_due else self._written
         if is_due:
             self.trim()
 
     def trim(self) -> None:
-        """Remove the least recently used objects if the directory is larger than its limit."""
+        """Remove the least recently used files if the directory is larger than its limit."""
         found = sorted(self._files(), reverse=True)
         left = sum(nbytes for _, nbytes, _ in found)
         if left <= self.limit:
@@ -343,7 +278,7 @@ class Cache:
             left -= nbytes
 
     def _files(self) -> Iterator[tuple[int, int, str]]:
-        """List the time of last use, the size on disk and the path of every object."""
+        """List the time of last use, the size on disk and the path of every file."""
         with os.scandir(self.directory) as entries:
             for entry in entries:
                 if entry.name.endswith(_SUFFIX):
@@ -368,31 +303,40 @@ class CachedFiles(UnchangingFiles):
     ) -> None:
         self._files, self._cache = files, cache
         self._keys = [key_of(url, name, versions.get(name)) for name in names]
+        self._maps: dict[int, np.ndarray[Any, Any]] = {}
 
     def read_into(self, number: int, memory: memoryview, offset: int) -> int:
         key = self._keys[number]
         if key is None or not len(memory):
             return self._files.read_into(number, memory, offset)
-        nbytes, missing = 0, [*_blocks(offset, len(memory))]
-        with self._cache.entry(key) as entry:
-            if entry:
-                missing = entry.read_into(memory, offset)
-                nbytes = entry.nbytes
-        for first, stop in _runs(missing):
-            data, nbytes = self._files.fetch(number, first * BLOCK, (stop - first) * BLOCK)
-            self._cache.keep(key, nbytes, first, memoryview(data))
-            _copy(memoryview(data), first * BLOCK, memory, offset)
+        if number in self._maps:  # read what the caller of `map` has
+            _copy(self._maps[number].data, 0, memory, offset)
+            return max(0, min(len(memory), len(self._maps[number]) - offset))
+        nbytes, missing = offset + len(memory), list[int]()
+        for block in _blocks(offset, len(memory)):
+            if block * BLOCK >= nbytes:
+                break
+            if (found := self._cache.read(key, block, memory, offset)) is None:
+                missing.append(block)
+            else:
+                nbytes = found
+        if missing:  # by one request, even if some blocks between are there
+            start = missing[0] * BLOCK
+            data, nbytes = self._files.fetch(number, start, (missing[-1] + 1) * BLOCK - start)
+            self._cache.keep(key, nbytes, missing[0], memoryview(data))
+            _copy(memoryview(data), start, memory, offset)
         return max(0, min(len(memory), nbytes - offset))
 
     def forget(self, number: int, offset: int, nbytes: int) -> bool:
         """Let a range be fetched again that is not what it should be. Return False if it was not in the cache."""
-        key, blocks = self._keys[number], _blocks(offset, nbytes)
-        if key is not None:
-            with self._cache.entry(key) as entry:
-                if entry and any(digest.strip(b"\0") for digest in entry.digests(blocks)):
-                    entry.forget(blocks)
-                    return True
-        return False
+        key = self._keys[number]
+        if key is None:
+            return False
+        was_there = self._cache.forget(key, _blocks(offset, nbytes))
+        if number in self._maps:
+            data, _ = self._files.fetch(number, offset, nbytes)
+            self._cache.mend(key, memoryview(data), offset)
+        return was_there or number in self._maps
 
     def nbytes(self, number: int) -> int:
         """Ask the bucket, so that a missing object is noticed even if it is cached."""
@@ -401,18 +345,17 @@ class CachedFiles(UnchangingFiles):
     def map(self, number: int) -> np.ndarray[Any, Any] | None:
         """Fetch the whole object, and map the file that it is in."""
         key = self._keys[number]
-        if key is None:
+        if key is None or not (nbytes := self._files.nbytes(number)):
             return None
-        with self._cache.entry(key) as entry:
-            if entry and entry.is_whole:
-                return entry.map()
-        nbytes = self._files.nbytes(number)
-        run_all([partial(self._complete, number, at, nbytes) for at in range(0, nbytes, _AT_ONCE)], _THREADS)
-        with self._cache.entry(key) as entry:
-            if entry and entry.is_sound():
-                entry.set_whole()
-                return entry.map()
-        return None
+        if (found := self._cache.map(key, nbytes)) is None:
+            run_all(
+                [partial(self._complete, number, at, nbytes) for at in range(0, nbytes, _AT_ONCE)], _THREADS
+            )
+            self._cache.join(key, nbytes)
+            found = self._cache.map(key, nbytes)
+        if found is not None:
+            self._maps[number] = found
+        return found
 
     def _complete(self, number: int, offset: int, nbytes: int) -> None:
         """Fetch the blocks of a range that are not there, or damaged."""
@@ -424,16 +367,13 @@ def _blocks(offset: int, nbytes: int) -> range:
     return range(offset // BLOCK, -(-(offset + nbytes) // BLOCK))
 
 
+def _digest(block: memoryview, nbytes: int) -> bytes:
+    return xxhash.xxh3_128_digest(block, seed=nbytes)
+
+
 def _copy(data: memoryview, start: int, memory: memoryview, offset: int) -> None:
     """Copy what two ranges of an object have in common: `data` begins at `start`, `memory` at `offset`."""
     first, stop = max(start, offset), min(start + len(data), offset + len(memory))
     if first < stop:
         into, part = memory[first - offset : stop - offset], data[first - start : stop - start]
         np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(part, np.uint8))  # other threads run meanwhile
-
-
-def _runs(blocks: list[int]) -> Iterator[tuple[int, int]]:
-    """Join blocks that follow each other."""
-    for _, run in groupby(enumerate(blocks), lambda each: each[1] - each[0]):
-        numbers = [block for _, block in run]
-        yield numbers[0], numbers[-1] + 1

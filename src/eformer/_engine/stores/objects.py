@@ -5,6 +5,7 @@ was asked of which URL. No secret gets into a message.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import re
 import threading
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from msgspec import Struct
 
+from eformer._engine.stores.base import SwapError
 from eformer._engine.stores.redact import Redactor
-from eformer._engine.stores.swaps import honours_conditions
 from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.deadline import time_left, told
 from eformer._engine.tasks.forks import Lock
@@ -36,6 +37,8 @@ _PARTS_AT_ONCE = 8
 _AT_ONCE = 32  # small requests
 _KEYS_A_DELETE = 1000
 _MOST_READS = 8  # of an object that is replaced all the time
+_MOST_SWAPS = 8  # of an object, while it is not known what has happened
+_WRONG = '"00000000000000000000000000000000"\n999999999999999999'  # an ETag and a generation that nothing has
 
 # In messages, which is all that obstore gives. The number alone may be one of a port or a key.
 _PAST_END = re.compile(r"status code: 416\b|InMemory error: Invalid range|Wanted range starting at")
@@ -127,6 +130,13 @@ class Objects:
         except FileNotFoundError:
             return None
 
+    def read_if_there(self, key: str) -> tuple[bytes, Version] | None:
+        try:
+            data, found = self.read(key)
+        except FileNotFoundError:
+            return None
+        return bytes(data), found.version
+
     def list(self, below: str) -> Iterator[Object]:
         """List all objects whose keys begin with `below`, a directory."""
         found = self._request("list", below, lambda: self._client.list(below).collect_async())
@@ -174,13 +184,33 @@ class Objects:
     async def _put(self, key: str, data: Any, **how: Any) -> None:
         await self._client.put_async(key, data, **how)
 
+    def copy(self, key: str, final: str) -> None:
+        self._request("copy", key, lambda: self._client.copy_async(key, final))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects, if they are there."""
+        doomed = sorted(keys)
+        for start in range(0, len(doomed), _KEYS_A_DELETE):
+            some = doomed[start : start + _KEYS_A_DELETE]
+            try:
+                self._request("delete", some[0], partial(self._delete, some))
+            except FileNotFoundError:  # Google's and Azure's raise for the first that is gone
+                for key in some:
+                    with suppress(FileNotFoundError):
+                        self._request("delete", key, partial(self._delete, [key]))
+
+    async def _delete(self, keys: Sequence[str]) -> None:
+        await self._client.delete_async(keys)
+
+    # ---------------------------------------------------------------------------------- conditions
+
     def require_conditions(self, unused_key: str) -> None:
         """Raise ValueError if saves could overwrite each other here. The server is asked once."""
         if self.is_unconditional:
             return
         with self._probing:
             if self._has_conditions is None:
-                self._has_conditions = honours_conditions(self, unused_key)
+                self._has_conditions = self._honours_conditions(unused_key)
         if not self._has_conditions:
             raise ValueError(
                 f"{self.url}: the server ignores the conditions of requests, so two saves could damage each other; "
@@ -200,23 +230,59 @@ class Objects:
             return False
         return True
 
-    def copy(self, key: str, final: str) -> None:
-        self._request("copy", key, lambda: self._client.copy_async(key, final))
+    def _honours_conditions(self, key: str) -> bool:
+        """Tell whether the server refuses to write an object on a condition that does not hold.
 
-    def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects, if they are there."""
-        doomed = sorted(keys)
-        for start in range(0, len(doomed), _KEYS_A_DELETE):
-            some = doomed[start : start + _KEYS_A_DELETE]
+        `key` is for an object that does not exist, and is removed again. This shows that conditions are looked at, not
+        that they are atomic. Raise the error of a server that cannot be written to at all.
+        """
+        try:
+            self.put_if(key, b"1", None)
+        except OSError:
+            self.put(key, b"1")  # if this works, conditions alone are refused
+            return False
+        else:
+            return not self.put_if(key, b"2", None) and not self.put_if(key, b"3", _WRONG)
+        finally:
+            with suppress(OSError):  # a lease of a save that never was: it runs out
+                self.delete([key])
+
+    def swap(self, key: str, data: bytes, expected: Version | None) -> None:
+        """Replace an object if it is still the version that is expected; None: if there is none.
+
+        Raise SwapError if it is not. After a refusal or an error only the object itself can tell what has happened.
+        """
+        for attempt in itertools.count(1):
+            problem: OSError | None = None
             try:
-                self._request("delete", some[0], partial(self._delete, some))
-            except FileNotFoundError:  # Google's and Azure's raise for the first that is gone
-                for key in some:
-                    with suppress(FileNotFoundError):
-                        self._request("delete", key, partial(self._delete, [key]))
+                if self._swap(key, data, expected):
+                    return
+            except OSError as error:
+                problem = error
+            there = self.read_if_there(key)
+            if there is not None and there[0] == data:
+                return
+            is_unchanged = (there[1] if there else None) == expected
+            if is_unchanged and problem is None and expected and not self.compares_unquoted:
+                self.compares_unquoted = True
+            elif problem is None or not is_unchanged:
+                raise SwapError(f"{self.path_to(key)} is not the one that was read")
+            elif attempt >= _MOST_SWAPS:
+                raise problem
+            else:
+                time.sleep(min(2.0, 0.025 * 2**attempt))
 
-    async def _delete(self, keys: Sequence[str]) -> None:
-        await self._client.delete_async(keys)
+    def _swap(self, key: str, data: bytes, expected: Version | None) -> bool:
+        """Return False if the object is another version. An error leaves it open whether it was replaced."""
+        if not self.is_unconditional:
+            return self.put_if(key, data, expected)
+        there = self.find(key)
+        if (there.version if there else None) != expected:
+            return False
+        self.put(key, data)
+        if bytes(self.read(key)[0]) != data:
+            raise OSError(f"{self.path_to(key)} is not what was written: somebody else saves here, too")
+        return True
 
     # ------------------------------------------------------------------------------------- requests
 

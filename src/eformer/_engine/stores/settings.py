@@ -34,13 +34,13 @@ _OWN_SERVERS = {
     "azure": (".core.windows.net", ".core.chinacloudapi.cn", ".core.usgovcloudapi.net"),
 }
 
-# Options that eformer itself understands: of one cloud, and of all.
+# Options that eformer itself understands: of one cloud, and of all. All others are obstore's.
 _OF_ONE = {
     "s3": ("profile", "region", "signed_payload"),
     "gcs": ("credentials_path",),
     "azure": ("connection_string",),
 }
-_OF_ALL = (
+_OF_ALL = [
     "allow_http",
     "anonymous",
     "credential_provider",
@@ -48,15 +48,8 @@ _OF_ALL = (
     "retries",
     "single_writer",
     "timeout",
-)
+]
 _OWN_OPTIONS = sorted({*_OF_ALL, *(name for names in _OF_ONE.values() for name in names)})
-_CLIENT_OPTIONS = (
-    "allow_invalid_certificates, connect_timeout, default_content_type, default_headers, http1_only, "
-    "http2_keep_alive_interval, http2_keep_alive_timeout, http2_keep_alive_while_idle, http2_only, pool_idle_timeout, "
-    "pool_max_idle_per_host, proxy_ca_certificate, proxy_excludes, proxy_url, randomize_addresses, read_timeout, "
-    "root_certificate, user_agent"
-)
-_CLIENT = _CLIENT_OPTIONS.split(", ")
 _VARIABLES = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR_HOST")
 _AWS = "https://s3.{region}.amazonaws.com"
 _KEYS = ("access_key_id", "secret_access_key", "session_token", "token")
@@ -71,19 +64,27 @@ _GOOGLE = (
 _NOBODY = "none"  # a token that is sent as it is: without one obstore asks the machine that it may run on
 
 
-@cache
 def is_for(cloud: str, name: str) -> bool:
-    """Tell whether an option is one of this cloud. obstore is asked for those that it alone knows; it sends nothing."""
-    if name in _OWN_OPTIONS or name in _CLIENT:
-        return name in (*_OF_ALL, *_CLIENT, *_OF_ONE[cloud])
+    """Tell whether an option is one of this cloud."""
+    if name in _OWN_OPTIONS:
+        return name in (*_OF_ALL, *_OF_ONE[cloud])
+    return _is_known(cloud, "config", name) or _is_of_client(name)
+
+
+def _is_of_client(name: str) -> bool:
+    """Tell whether an option is one of obstore's HTTP client, which all clouds have."""
+    return _is_known("s3", "client_options", name)
+
+
+@cache
+def _is_known(cloud: str, argument: str, name: str) -> bool:
+    """Ask obstore whether it knows an option, which sends nothing."""
     from obstore import exceptions, store  # late: it is needed for buckets only
 
     try:
-        getattr(store, STORES[cloud])("bucket", config={name: ""})
-    except exceptions.UnknownConfigurationKeyError:
-        return False
-    except Exception:  # noqa: BLE001  it is known, and needs others
-        return True
+        getattr(store, STORES[cloud])("bucket", **{argument: {name: None}})
+    except Exception as error:  # noqa: BLE001  a name that is known is refused for its value
+        return not isinstance(error, (exceptions.UnknownConfigurationKeyError, ValueError))
     return True
 
 
@@ -97,8 +98,8 @@ def require_known(url: str, names: Iterable[str]) -> None:
 def known(*clouds: str) -> str:
     """Name the options, for messages."""
     return (
-        f"Store options are {', '.join(_OWN_OPTIONS)}; those of obstore's client, {_CLIENT_OPTIONS}; and "
-        f"those of its {' and '.join(STORES[cloud] for cloud in clouds)}."
+        f"Store options are {', '.join(_OWN_OPTIONS)}; those of obstore's ClientConfig, such as proxy_url and "
+        f"root_certificate; and those of its {' and '.join(STORES[cloud] for cloud in clouds)}."
     )
 
 
@@ -177,7 +178,7 @@ def settings_of(address: Address, options: Mapping[str, Any], environ: Mapping[s
     config = {name: value for name, value in decided.items() if value not in ("", None)}
     unused = (*_OWN_OPTIONS, *(_KEYS if isinstance(login, Keys) else ()))
     others = {name: value for name, value in options.items() if name not in unused}
-    client = {name: others.pop(name) for name in _CLIENT if name in others}
+    client = {name: others.pop(name) for name in [*others] if _is_of_client(name)}
     if endpoint.startswith("http://"):  # which is allowed, see `_endpoint`
         client["allow_http"] = True
     relevant = {name: value for name, value in environ.items() if name.startswith(_VARIABLES)}

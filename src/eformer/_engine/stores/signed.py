@@ -319,19 +319,23 @@ class SignedFiles(UnchangingFiles):
     def _read_checked(self, number: int, piece: int, memory: memoryview) -> None:
         """Read a whole piece, and check it where it is now: what the file has later does not matter."""
         file, start = self._signed[number], piece * PIECE_BYTES
-        while True:
-            found = self._files.read_into(number, memory, start)
-            digest = digest_piece(memory[:found])
-            if digest == file.sha256[piece] and found == len(memory):
-                return
-            if isinstance(self._files, KeepsCopies) and self._files.forget(number, start, len(memory)):
-                continue  # a damaged copy is read again from its source
+        signed, digest = file.sha256[piece], self._read(number, memory, start)
+        if (
+            digest != signed
+            and isinstance(self._files, KeepsCopies)
+            and self._files.forget(number, start, len(memory))
+        ):
+            digest = self._read(number, memory, start)  # from its source, once
+        if digest != signed:
             error = AlteredError(
                 f"{self._store.path_of(file)} is not what was signed: the SHA-256 of its {len(memory)} "
-                f"bytes from {start} on is {digest}, expected {file.sha256[piece]}"
+                f"bytes from {start} on is {digest}, expected {signed}"
             )
             self._store.alarms.append(error)
             raise error
+
+    def _read(self, number: int, memory: memoryview, start: int) -> str:
+        return digest_piece(memory[: self._files.read_into(number, memory, start)])
 
     def nbytes(self, number: int) -> int:
         return self._signed[number].nbytes
