@@ -21,9 +21,9 @@ from eformer._engine.record.digests import sha256_of
 from eformer._engine.record.dtypes import floating_dtype, raw_pieces
 from eformer._engine.record.indexes import INDEX
 from eformer._engine.record.options import SaveOptions
-from eformer._engine.saving.pending import Pending, wait_for
-from eformer._engine.saving.run import carry_out, run_in_background
-from eformer._engine.saving.save import refuse_swapped, start
+from eformer._engine.saving.pending import Pending, run_in_background, wait_for
+from eformer._engine.saving.save import carry_out
+from eformer._engine.saving.start import refuse_swapped, start
 from eformer._engine.stores.local import is_there
 from eformer._engine.stores.locate import store_at
 from eformer._engine.stores.store_options import remember
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
     from jax.sharding import Mesh, PartitionSpec
 
-    from eformer._engine.saving.run import Save
+    from eformer._engine.saving.save import Save
 
 __all__ = ["AsyncCheckpointManager", "CheckpointMetadata"]
 

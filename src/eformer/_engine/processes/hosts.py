@@ -105,15 +105,22 @@ def current(doing: str, processes: Iterable[int] | None = None, timeout: float |
 
 
 @contextmanager
+def told_to_all(hosts: Hosts) -> Iterator[None]:
+    """Tell the other processes of an error during the block, so that none waits for this one."""
+    try:
+        yield
+    except BaseException as error:
+        hosts.fail(error)
+        raise
+
+
+@contextmanager
 def meeting(doing: str, timeout: float | None) -> Iterator[Hosts]:
     """Let all processes of the program meet, and hear of an error in one of them. The arguments are those of
     `current`."""
     hosts = current(doing, None, timeout)
-    try:
+    with told_to_all(hosts):
         yield hosts
-    except BaseException as error:
-        hosts.fail(error)
-        raise
     hosts.end()
 
 

@@ -21,7 +21,7 @@ from eformer._engine.record.options import SaveOptions
 from eformer._engine.record.rename import rules_from
 from eformer._engine.record.text import count, few, size
 from eformer._engine.saving.commit import new_tree
-from eformer._engine.saving.run import Save, carry_out
+from eformer._engine.saving.save import Save, carry_out
 from eformer._engine.saving.staging import Staging
 from eformer._engine.stores.durable import replacing
 from eformer._engine.stores.local import on_disk
