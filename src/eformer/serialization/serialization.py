@@ -11,8 +11,7 @@ from eformer._engine.saving.pending import serialize_with
 from eformer._engine.saving.save import carry_out
 from eformer._engine.saving.start import refuse_swapped, start
 from eformer._engine.tasks.interrupts import uninterrupted
-from eformer._engine.trees.key_paths import is_array_like, join_key, leaf_key_paths
-from eformer.serialization._keys import by_key
+from eformer.serialization._keys import by_key, is_array_like, join_key, leaf_key_paths
 
 if TYPE_CHECKING:
     import os

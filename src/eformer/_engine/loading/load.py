@@ -43,9 +43,8 @@ from eformer._engine.record.text import few
 from eformer._engine.stores.cache import caching
 from eformer._engine.stores.keys import public_key
 from eformer._engine.stores.store_options import remember
-from eformer._engine.tasks.callers import called
 from eformer._engine.tasks.deadline import within
-from eformer._engine.tasks.interrupts import uninterrupted
+from eformer._engine.tasks.interrupts import called, uninterrupted
 from eformer._engine.tasks.pool import gc_paused
 from eformer._engine.tasks.progress import is_wanted, metered
 from eformer._engine.trees.devices import arrived

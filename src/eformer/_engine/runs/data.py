@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from eformer._engine.record.values import MALFORMED_JSON, is_recorded, value_from_json, value_to_json
-from eformer._engine.tasks.callers import called
+from eformer._engine.tasks.interrupts import called
 from eformer.errors import FormatError, LeafError, StructureError
 
 if TYPE_CHECKING:

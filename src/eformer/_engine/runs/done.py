@@ -15,7 +15,7 @@ from eformer._engine.record.policies import metric_from
 from eformer._engine.runs.data import position_of
 from eformer._engine.runs.steps import RUN_METADATA
 from eformer._engine.saving.snapshot import metadata_to_json
-from eformer._engine.tasks.callers import called
+from eformer._engine.tasks.interrupts import called
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -18,7 +18,7 @@ from eformer._engine.runs.data import set_position
 from eformer._engine.runs.near import NearStep, new_epoch
 from eformer._engine.runs.retention import put_aside
 from eformer._engine.runs.steps import facts_of_run, path_to_step, steps_if_there
-from eformer._engine.tasks.callers import is_of_caller
+from eformer._engine.tasks.interrupts import is_of_caller
 from eformer.errors import (
     CorruptionError,
     EformerError,

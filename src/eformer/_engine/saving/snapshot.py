@@ -21,9 +21,8 @@ from eformer._engine.record.values import code_to_json, is_recorded, value_to_js
 from eformer._engine.saving.several import Compared
 from eformer._engine.tasks import interrupts
 from eformer._engine.trees.copies import Kinds, copied
-from eformer._engine.trees.devices import PACKED, is_host_memory, view_of
-from eformer._engine.trees.functions import is_code
-from eformer._engine.trees.host_copies import copier
+from eformer._engine.trees.devices import PACKED, copier, is_host_memory, view_of
+from eformer._engine.trees.nodes import is_code
 from eformer._engine.trees.shardings import recorded_sharding
 from eformer.errors import LeafError
 

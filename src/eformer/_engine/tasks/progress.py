@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from eformer._engine.tasks.bars import progress_bar
-from eformer._engine.tasks.callers import called
+from eformer._engine.tasks.interrupts import called
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,10 +90,12 @@ def is_wanted(progress: Progress) -> bool:
 def metered(progress: Progress, total: int, what: str) -> Iterator[Meter]:
     """Yield a meter that reports to `progress`, and report the total on success. Errors of the callback are raised."""
     if not is_wanted(progress):
-        context: AbstractContextManager[ProgressCallback | None] = nullcontext()
-    else:
-        context = nullcontext(progress) if callable(progress) else progress_bar(total, what)
-    with context as callback:
+        yield SILENT
+        return
+    bar: AbstractContextManager[ProgressCallback] = (
+        nullcontext(progress) if callable(progress) else progress_bar(total, what)
+    )
+    with bar as callback:
         meter = Meter(total, callback)
         try:
             yield meter
