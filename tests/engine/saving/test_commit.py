@@ -155,7 +155,7 @@ from eformer._engine.processes import hosts as _hosts
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_upload import LocalUpload
 
-_hosts.current = lambda *_: _hosts.Alone()  # else a backend of JAX would start, and those do not survive a fork
+_hosts.current = lambda *_: _hosts.Hosts()  # else a backend of JAX would start, and those do not survive a fork
 path, go, begin = sys.argv[1], threading.Event(), LocalStore.begin
 LocalStore.begin = lambda store, *how, **more: go.wait(60) and begin(store, *how, **more)
 pending = save_async({"w": 1}, path)

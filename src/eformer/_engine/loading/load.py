@@ -755,7 +755,7 @@ def _require_classes(contents: Contents, request: Request) -> None:
 def _processes(request: Request, like: Mapping[str, Any] | None) -> Iterator[Hosts]:
     """Yield the processes whose devices the leaves go to, and tell the others if this one fails."""
     members = processes_of(request.placement, like)
-    hosts = _hosts.current("loads", members, request.timeout) if members else _hosts.Alone()
+    hosts = _hosts.current("loads", members, request.timeout) if members else _hosts.Hosts()
     try:
         yield hosts
     except BaseException as error:

@@ -185,7 +185,9 @@ class Save:
     ) -> Receipt:
         """Record the files that were written, and those that are kept. `leaves` gives the order."""
         with gc_paused():
-            found = leaf_entries(files, sha256) | kept.entries(len(files), sha256)
+            found = leaf_entries(files, sha256)
+            if kept.leaves:
+                found |= kept.entries(len(files), sha256)
             entries = {
                 name: found[name] if entry is None else found.get(name, entry)
                 for name, entry in leaves.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -80,7 +81,8 @@ def snapshot(
                 raise _deleted_error(leaves) from None
             error.add_note(f"while saving leaf {name!r}, a {kind.__name__}")
             raise
-    reader.detach_all(sources + reader.replicas)
+    if detach:
+        reader.detach_all(sources + reader.replicas)
     return sources, values, Compared(reader.replicas, reader.own)
 
 
@@ -95,7 +97,6 @@ class _Reader:
         self.copied: dict[Any, _CopiedKind | None] = {}
         self.small: dict[tuple[int, Any], _Small] = {}
         self.cuts: dict[Any, _Cut] = {}
-        self.wholes: dict[tuple[int, ...], Region] = {}
         self.written = np.zeros(hosts.count, np.int64)
         self.own = Hasher()
         self.replicas: list[Source] = []
@@ -146,7 +147,7 @@ class _Reader:
         shape = array.shape
         home = "weak" if array.weak_type and dtype == array.dtype.name else "jax"  # a cast makes it strong
         if place == "device" and self.hosts.count == 1:
-            whole = self.whole(shape)
+            whole = _whole(shape)
             return Source(name, dtype, shape, home, key, sharding, None, [(whole, array)], (whole,), shape)
         if place == "memory" and not is_packed:
             if self.hosts.count > 1 and array.nbytes <= _COMPARED_BYTES and sharding is None:
@@ -179,13 +180,6 @@ class _Reader:
 
     def stored(self, dtype: str) -> str:
         return self.dtype if self.dtype and is_floating(dtype) else dtype
-
-    def whole(self, shape: tuple[int, ...]) -> Region:
-        """Return the region of a whole array; cached, because most arrays of a tree have one of a few shapes."""
-        found = self.wholes.get(shape)
-        if found is None:
-            found = self.wholes[shape] = Region.whole(shape)
-        return found
 
     def small_kind(self, array: Any, where: Any) -> _Small | None:
         """Return what arrays like this one have in common, if they are small, on the CPU and stored as they are."""
@@ -254,7 +248,7 @@ class _Reader:
     def detach_all(self, sources: list[Source]) -> None:
         """Replace all arrays on accelerators by copies, made in one call."""
         arrays = [a for source in sources for _, a in source.parts if isinstance(a, jax.Array)]
-        if not self.detach or not arrays:
+        if not arrays:
             return
         kinds = Kinds(arrays)
         if self.where == "host" or (self.where == "auto" and not _have_room(kinds.nbytes())):
@@ -267,6 +261,9 @@ class _Reader:
             for number, (region, array) in enumerate(parts):
                 if isinstance(array, jax.Array):
                     parts[number] = (region, next(copies))
+
+
+_whole = lru_cache(1024)(Region.whole)  # most arrays of a tree have one of a few shapes
 
 
 def _where(sharding: Any) -> Any:

@@ -162,7 +162,7 @@ def start(
             options = _with_checked_reuse(options, store, file)
         if options.dtype is not None:
             options = dataclasses.replace(options, dtype=floating_dtype(options.dtype))
-        recorded = metadata_to_json(metadata)
+        recorded = metadata_to_json(metadata) if metadata else {}
         with gc_paused():
             leaves, structure = flatten(tree)
             sources, values, compared = snapshot(leaves, options, hosts, detach=detach)

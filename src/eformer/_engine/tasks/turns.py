@@ -95,7 +95,8 @@ class Turn:
     def wait(self) -> None:
         """Wait for the saves before this one, and for readers that hold it back: for these a while only, since they may
         wait for it themselves. Readers inside which the save was called are not waited for."""
-        self._queue.wait(self.before)
+        if self.before:
+            self._queue.wait(self.before)
         with self._queue._lock:
             readers = [event for event, keys in self._queue._readers.items() if self._key in keys]
         for reader in readers:

@@ -15,7 +15,7 @@ from eformer._engine.formats.find import find, look_at
 from eformer._engine.formats.others.peft import CONFIG, WEIGHTS, with_config
 from eformer._engine.formats.quantized import check_dequant
 from eformer._engine.formats.safetensors.names import SUFFIX, refuse_other_suffix
-from eformer._engine.processes.hosts import Alone
+from eformer._engine.processes.hosts import Hosts
 from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.options import SaveOptions
 from eformer._engine.record.rename import rules_from
@@ -315,7 +315,7 @@ def _write_adapter(store: Store, tree: ConvertedTree, options: SaveOptions, mete
 def _save(
     around: Store, name: str, prefix: str, target: Any, converted: ConvertedTree, options: SaveOptions
 ) -> Save:
-    hosts, view = Alone(), converted.view
+    hosts, view = Hosts(), converted.view
     written_by = f"eformer {__version__}, converted from {_first_writer(view)}"
     tree = new_tree(written_by, converted.structure, view.tree.raw_metadata, converted.raw_values)
     if converted.adapter_config:

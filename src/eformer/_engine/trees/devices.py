@@ -188,10 +188,16 @@ def copier(dtype: np.dtype[Any], ndim: int, device: Any) -> Callable[[Any, int],
 
     It waits until an array is computed, and raises a RuntimeError if it was deleted or donated.
     """
-    if has_buffers(dtype) or ndim > _MOST_AXES:
+    if has_buffers(dtype):
+        return _by_buffer
+    if ndim > _MOST_AXES:
         return _by_view
     layout = _default_layout(dtype, ndim, device)
     return _by_view if layout is None else _by_address(layout, has_order=ndim > 1)
+
+
+def _by_buffer(array: Any, _: int) -> bytes:
+    return np.asarray(array).tobytes()
 
 
 def _by_view(array: Any, _: int) -> bytes:
