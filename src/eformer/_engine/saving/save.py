@@ -25,7 +25,7 @@ from eformer._engine.saving.staging import Staging
 from eformer._engine.saving.write import compute_sha256, write
 from eformer._engine.tasks.deadline import within
 from eformer._engine.tasks.pool import default_threads, gc_paused
-from eformer._engine.tasks.progress import metered
+from eformer._engine.tasks.progress import SILENT, metered
 from eformer._engine.tasks.turns import turns
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ Format = Literal["safetensors", "tensorstore"]
 _MOST_WRITERS = 8  # threads: with more they wait for each other, and not for the disk
 
 
-def carry_out(save: Save, progress: Progress = None, meter: Meter | None = None) -> None:
+def carry_out(save: Save, progress: Progress = None, meter: Meter = SILENT) -> None:
     """Write the tree and commit it. On any error the previous checkpoint is left intact, and all processes hear of
     it."""
     with ExitStack() as stack, told_to_all(save.hosts):
@@ -57,8 +57,9 @@ def carry_out(save: Save, progress: Progress = None, meter: Meter | None = None)
         limit = save.options.timeout
         stack.enter_context(within(limit, f"SaveOptions(timeout={limit})"))
         save.format = save.new_format()
-        total = 0 if progress is None else sum(map(save.format.own_nbytes, save.sources))
-        meter = meter or stack.enter_context(metered(progress, total, "saving"))
+        if progress is not None:
+            total = sum(map(save.format.own_nbytes, save.sources))
+            meter = stack.enter_context(metered(progress, total, "saving"))
         save.prepare(stack)
         receipt = save.write(meter)
         save.commit(receipt)

@@ -199,6 +199,8 @@ class _Writer:
 
 def _counting(write: _Write, meter: Meter) -> _Write:
     """Report bytes as they are written."""
+    if meter is SILENT:
+        return write
 
     def count(data: Any, offset: int) -> None:
         write(data, offset)
