@@ -44,8 +44,8 @@ from eformer._engine.record.planned import Source
 from eformer._engine.record.regions import Region
 from eformer._engine.saving.commit import new_tree
 from eformer._engine.saving.reuse import Kept
-from eformer._engine.saving.save import Save
-from eformer._engine.saving.several import Compared, SaveOfSeveral, merged
+from eformer._engine.saving.save import Compared, Save
+from eformer._engine.saving.several import SaveOfSeveral, merged
 from eformer._engine.saving.staging import Staging
 from eformer._engine.saving.write import write
 from eformer._engine.stores.base import update_file

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+from msgspec import Struct
 
 from eformer._engine.formats.safetensors.names import tensor_names
 from eformer._engine.formats.safetensors.write import SafetensorsDirectory, SafetensorsFile
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.formats.write_format import WriteFormat
     from eformer._engine.processes.hosts import Hosts
+    from eformer._engine.record.digests import Hasher
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
     from eformer._engine.record.options import SaveOptions
     from eformer._engine.record.planned import PlannedFile, Source
@@ -65,6 +67,17 @@ def carry_out(save: Save, progress: Progress = None, meter: Meter = SILENT) -> N
         save.commit(receipt)
 
 
+class Compared(Struct):
+    """The values that the processes of one save compare with each other.
+
+    Replicas must be the same: if they differ, the processes are at different steps or have diverged, and the checkpoint
+    would be a mixture. Arrays that each process has for itself, which are in the hash `own`, may differ.
+    """
+
+    replicas: list[Source]
+    own: Hasher
+
+
 @dataclass(slots=True)
 class Save:
     """A save that no longer needs its caller: `sources` hold the arrays until they are planned, and are empty then.
@@ -90,7 +103,7 @@ class Save:
     options: SaveOptions
     hosts: Hosts
     turn: Turn
-    compared: Any = None
+    compared: Compared | None = None
     before: Sequence[threading.Event] = ()
     has_index: bool = True
     overwrite: bool = False

@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from contextlib import ExitStack
 
-    from eformer._engine.record.digests import Hasher
     from eformer._engine.record.manifest import TreeEntry
-    from eformer._engine.record.planned import PlannedFile, Source
+    from eformer._engine.record.planned import PlannedFile
     from eformer._engine.saving.reuse import Kept
     from eformer._engine.stores.base import Upload
     from eformer._engine.tasks.progress import Meter
@@ -63,7 +62,6 @@ class SaveOfSeveral(Save):
     agreed: Agreed
     leaves: dict[str, LeafEntry]
     numbers: dict[str, int]
-    compared: Compared
     _stack: ExitStack
 
     # -------------------------------------------------------------------------------------- prepare
@@ -76,8 +74,9 @@ class SaveOfSeveral(Save):
         if self.agreed.differing:
             self.hosts.end()
             self._refuse_other_trees(lines)
-        self.tree = msgspec.structs.replace(self.tree, save_id=self.agreed.save_id)
-        self.format = self.new_format()
+        if self.hosts.index:
+            self.tree = msgspec.structs.replace(self.tree, save_id=self.agreed.save_id)
+            self.format = self.new_format()
 
     def _agree(self, mine: Brought, lines: Sequence[str], messages: Sequence[bytes]) -> bytes:
         """Begin the upload, if all processes are about to save the same tree in the same way.
@@ -296,19 +295,9 @@ class Agreed(Struct):
     described: str = ""
 
 
-class Compared(Struct):
-    """The values that the processes of one save compare with each other.
-
-    Replicas must be the same: if they differ, the processes are at different steps or have diverged, and the checkpoint
-    would be a mixture. Arrays that each process has for itself, which are in the hash `own`, may differ.
-    """
-
-    replicas: list[Source]
-    own: Hasher
-
-
 def _described(save: Save) -> tuple[Brought, list[str]]:
     """Describe everything that must be the same in all processes, and one line for each leaf."""
+    assert save.compared
     how = {name: getattr(save.options, name) for name in ("max_chunk_bytes", "compression", "ocdbt")}
     what = f"saves the prefix {save.prefix!r} as {save.kind} with {how | {'write_index': save.has_index}}"
     lines = [

@@ -19,7 +19,7 @@ from eformer._engine.record.planned import Source
 from eformer._engine.record.regions import Region
 from eformer._engine.record.text import few
 from eformer._engine.record.values import code_to_json, is_recorded, value_to_json
-from eformer._engine.saving.several import Compared
+from eformer._engine.saving.save import Compared
 from eformer._engine.tasks import interrupts
 from eformer._engine.trees.copies import Kinds, copied
 from eformer._engine.trees.devices import PACKED, copier, is_host_memory, view_of
