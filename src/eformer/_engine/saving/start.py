@@ -158,10 +158,7 @@ def start(
             raise ValueError(f"{store.path_to(file)}: several processes save to a directory, not to one file")
         if prefix is not None:
             _check_prefix(prefix)
-        if options.reuse not in (None, False):
-            options = _with_checked_reuse(options, store, file)
-        if options.dtype is not None:
-            options = dataclasses.replace(options, dtype=floating_dtype(options.dtype))
+        options = _resolved(options, store, file)
         recorded = metadata_to_json(metadata) if metadata else {}
         with gc_paused():
             leaves, structure = flatten(tree)
@@ -217,11 +214,16 @@ def _check_format(format: str, options: SaveOptions, *, write_index: bool) -> No
                 )
 
 
-def _with_checked_reuse(options: SaveOptions, store: Store, file: str) -> SaveOptions:
-    """Fail early if `reuse` names no checkpoint or does not apply."""
+def _resolved(options: SaveOptions, store: Store, file: str) -> SaveOptions:
+    """Return the options with the whole path of `reuse` and a dtype by name. Fail early if `reuse` names no checkpoint
+    or does not apply."""
+    if options.dtype is not None:
+        options = dataclasses.replace(options, dtype=floating_dtype(options.dtype))
+    if options.reuse is None or options.reuse is False:
+        return options
     if file:
         raise ValueError(f"SaveOptions.reuse is for directories; {store.path_to(file)} is one file")
-    if options.reuse is None or isinstance(options.reuse, bool):
+    if options.reuse is True:
         return options
     place = absolute(options.reuse)
     earlier, name = locate(place)
