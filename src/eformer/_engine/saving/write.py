@@ -50,8 +50,8 @@ def write(
     """
     nbytes = sum(file.nbytes for file in files if not file.is_there)
     upload.nbytes = nbytes
-    if nbytes <= block and len(files) <= _BATCH:
-        threads = 1  # to start others would take longer
+    if nbytes <= block:
+        threads = min(threads, len(files))  # more would find nothing to do
     run_all(_Writer(upload, block, staging, meter, header).tasks(files), threads)
     upload.sync()
 
