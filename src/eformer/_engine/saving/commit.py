@@ -57,13 +57,13 @@ class Commit(Struct, frozen=True):
         if self.save.fence:  # not before it is known that the save is not committed yet
             self.save.fence()
         change = index.commit(self.tree, store, self.save.upload)
-        is_replaced = change.index is None or index.version is not None
+        if change.index is not None and index.version is None:
+            return change  # there was no checkpoint
 
         def tidy(store: Store, upload: Upload) -> None:
             if change.tidy:
                 change.tidy(store, upload)
-            if is_replaced:
-                _remove_signature(self.save.file, store, upload)
+            _remove_signature(self.save.file, store, upload)
 
         return msgspec.structs.replace(change, tidy=tidy)
 

@@ -177,7 +177,8 @@ class _Writer:
 
     def extent_tasks(self, file: PlannedFile, write: _Write, meter: Meter) -> Iterator[Callable[[], None]]:
         """Write the extents in their order, each task some neighbours or a part of one, by one write."""
-        counted, start = _counting(write, meter), len(file.header)
+        start = len(file.header)
+        counted = write if meter is SILENT else _counting(write, meter)
         small: list[PlannedExtent] = []
         room = self.block
         for extent in file.extents:
@@ -199,8 +200,6 @@ class _Writer:
 
 def _counting(write: _Write, meter: Meter) -> _Write:
     """Report bytes as they are written."""
-    if meter is SILENT:
-        return write
 
     def count(data: Any, offset: int) -> None:
         write(data, offset)

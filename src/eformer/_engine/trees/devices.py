@@ -34,14 +34,10 @@ def is_host_memory(array: Any) -> bool:
 def view_of(array: Any) -> np.ndarray[Any, Any]:
     """Return the memory of an array on a CPU device as a numpy array.
 
-    `np.asarray` first asks for a buffer; to learn that there is none takes longer than the view.
+    `np.asarray` first asks for a buffer, which arrays of dtypes that numpy itself does not know have not. To learn that
+    takes longer than the view.
     """
-    return np.asarray(array) if has_buffers(array.dtype) else array.__array__()
-
-
-def has_buffers(dtype: np.dtype[Any]) -> bool:
-    """Tell whether arrays of a dtype have buffers: those of the dtypes that numpy itself does not know have none."""
-    return dtype.isbuiltin == 1
+    return np.asarray(array) if array.dtype.isbuiltin == 1 else array.__array__()
 
 
 def on_host(array: Any) -> np.ndarray[Any, Any]:
@@ -188,7 +184,7 @@ def copier(dtype: np.dtype[Any], ndim: int, device: Any) -> Callable[[Any, int],
 
     It waits until an array is computed, and raises a RuntimeError if it was deleted or donated.
     """
-    if has_buffers(dtype):
+    if dtype.isbuiltin == 1:
         return _by_buffer
     if ndim > _MOST_AXES:
         return _by_view
