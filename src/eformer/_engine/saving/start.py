@@ -158,7 +158,8 @@ def start(
             raise ValueError(f"{store.path_to(file)}: several processes save to a directory, not to one file")
         if prefix is not None:
             _check_prefix(prefix)
-        options = _resolved(options, store, file)
+        if options.dtype is not None or options.reuse is not None:
+            options = _resolved(options, store, file)
         recorded = metadata_to_json(metadata) if metadata else {}
         with gc_paused():
             leaves, structure = flatten(tree)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -56,17 +57,13 @@ def write(
     upload.sync()
 
 
+@dataclass(frozen=True, slots=True)
 class _Writer:
-    def __init__(
-        self,
-        upload: Upload,
-        block: int,
-        staging: Staging,
-        meter: Meter,
-        header: Callable[[PlannedFile], bytes] | None,
-    ) -> None:
-        self.upload, self.block, self.staging, self.meter = upload, block, staging, meter
-        self.header = header
+    upload: Upload
+    block: int
+    staging: Staging
+    meter: Meter
+    header: Callable[[PlannedFile], bytes] | None
 
     def tasks(self, files: Iterable[PlannedFile]) -> Iterator[Callable[[], None]]:
         small: list[PlannedFile] = []
