@@ -156,7 +156,7 @@ def serialize_with(manager: Any, save: Save, callback: Callable[[], None] | None
     own and in the first process alone: the save is carried out there, so that `wait_until_finished` waits for it and
     raises its error. The other processes write in a thread of ours.
     """
-    save.turn.end()  # the manager has its own order; should it never call back, nobody shall wait for this save
+    save.turn.end()  # the manager has its own order; should it never call back, no other save may wait for this one
 
     def commit() -> None:
         try:
