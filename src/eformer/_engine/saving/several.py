@@ -322,7 +322,7 @@ def _mention(others: Sequence[str], first: str) -> None:
     if others:
         logger.warning(
             "%s and %d more differ from %s in values that each process has for itself: numpy arrays, arrays on its own "
-            "devices, metadata. Those of %s are stored; SaveOptions(processes=) saves from one process alone",
+            "devices, metadata. The values of %s are stored; SaveOptions(processes=) saves from one process alone",
             others[0], len(others) - 1, first, first,
         )  # fmt: skip
 

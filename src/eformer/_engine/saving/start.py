@@ -56,7 +56,7 @@ def save(
 ) -> str:
     """Save `tree` to `path`, atomically and durably. On any error the previous checkpoint is left intact.
 
-    tree        any pytree. Nobody may write to its numpy arrays meanwhile; `save_async` copies them
+    tree        any pytree. Do not write to its numpy arrays meanwhile; `save_async` copies them
     path        a directory, which holds one tree for each prefix, or one file if it ends in ".safetensors". "~" and
                 file:// URLs are understood, and those of buckets: s3://, gs://, az:// and others
     prefix      the name of the tree in the directory
