@@ -42,9 +42,10 @@ from eformer._engine.record.manifest import Manifest, Receipt, RecordedSharding,
 from eformer._engine.record.options import SaveOptions
 from eformer._engine.record.planned import Source
 from eformer._engine.record.regions import Region
-from eformer._engine.saving.agreement import Compared, Team, gather, merged
-from eformer._engine.saving.commit import commit, new_tree, receipt_of_several
-from eformer._engine.saving.run import Save, write_tree
+from eformer._engine.saving.commit import new_tree
+from eformer._engine.saving.reuse import Kept
+from eformer._engine.saving.save import Compared, Save
+from eformer._engine.saving.several import SaveOfSeveral, merged
 from eformer._engine.saving.staging import Staging
 from eformer._engine.saving.write import write
 from eformer._engine.stores.base import update_file
@@ -196,18 +197,20 @@ def save(case: Case, url: str) -> Written:
     """Play the writers, then let the first one commit."""
     written, receipts = Written(), dict[int, Any]()
     with ExitStack() as stack, gc_paused():
-        team = gather(first_save(case, url), stack)
-        receipts[0] = write_tree(team, SILENT)
+        first = first_save(case, url)
+        first.format = first.new_format()
+        first.prepare(stack)
+        receipts[0] = first.write(SILENT)
         for writer in case.played[1:]:
             began = time.perf_counter()
-            receipts[writer] = write_part(case, team, writer, stack)
+            receipts[writer] = write_part(case, first, writer, stack)
             written.write = max(written.write, time.perf_counter() - began)
         if not case.is_all_played:
-            _add_others(case, team, receipts)
+            _add_others(case, first, receipts)
         messages = [msgspec.msgpack.encode(receipts[writer]) for writer in range(case.writers)]
         decode = msgspec.msgpack.Decoder(Receipt).decode
         began = time.perf_counter()
-        commit(team, merged([decode(message) for message in messages]))
+        Save.commit(first, merged([decode(message) for message in messages]))
         written.commit = time.perf_counter() - began
     data = store_at(url).read(MANIFEST)[0]
     holdings = Manifest.from_json(data, url).trees[""].holdings
@@ -217,25 +220,28 @@ def save(case: Case, url: str) -> Written:
     return written
 
 
-def first_save(case: Case, url: str) -> Save:
+def first_save(case: Case, url: str) -> SaveOfSeveral:
     tree = new_tree("bench", {"dict": {}}, {}, {})
     hosts, turn = First(case.writers), turns.take(url, "process 0")
     compared, sources = Compared([], Hasher()), all_sources(case)
-    return Save(store_at(url), "", "", "safetensors", sources, tree, SaveOptions(), hosts, turn, compared)
+    options = SaveOptions()
+    return SaveOfSeveral(store_at(url), "", "", "safetensors", sources, tree, options, hosts, turn, compared)
 
 
-def write_part(case: Case, team: Team, writer: int, stack: ExitStack) -> Receipt:
-    """Write what one of the others has, as `write_tree` does."""
-    fmt = dataclasses.replace(team.format, process=writer)
-    upload = fmt.begin(team.save.store, team.upload.token)
+def write_part(case: Case, first: SaveOfSeveral, writer: int, stack: ExitStack) -> Receipt:
+    """Write the part of one of the other writers, as `Save.write` does."""
+    fmt = dataclasses.replace(first.format, process=writer)
+    upload = fmt.begin(first.store, first.upload.token)
     stack.callback(upload.close)
     files = fmt.layout([sources_of(case, writer)], {})
     header = partial(fmt.header, sha256={})
-    write(files, upload, team.tree.block, Staging(2**26), threads=1, meter=SILENT, header=header)
-    return receipt_of_several(files, fmt, upload, {}, team.numbers)
+    write(files, upload, first.tree.block, Staging(2**26), threads=1, meter=SILENT, header=header)
+    part = dataclasses.replace(first)
+    part.format, part.upload, part.numbers = fmt, upload, first.numbers
+    return part.receipt(files, Kept(), {}, {})
 
 
-def _add_others(case: Case, team: Team, receipts: dict[int, Receipt]) -> None:
+def _add_others(case: Case, first: SaveOfSeveral, receipts: dict[int, Receipt]) -> None:
     """Add the receipts of writers that are not played, and links to the file of one that is."""
     last = case.played[-1]
     like = receipts[last]
@@ -244,7 +250,7 @@ def _add_others(case: Case, team: Team, receipts: dict[int, Receipt]) -> None:
         weight_of(name, int(np.prod(case.shape(leaf)))) for leaf, name in enumerate(names_of(case))
     )
     missing = expected - sum(receipt.weight for receipt in receipts.values())
-    data = Path(team.upload.data.path)
+    data = Path(first.upload.data.path)
     for writer in range(case.writers):
         if writer in receipts:
             continue

@@ -158,10 +158,9 @@ def simulate(count: int, leaves: int, cut: str, directory: Path) -> None:
     from jax.sharding import PartitionSpec as P
 
     from eformer._engine.record.manifest import weight_of
-    from eformer._engine.saving import agreement
-    from eformer._engine.saving.commit import commit
-    from eformer._engine.saving.run import write_tree
-    from eformer._engine.saving.save import start as start_save
+    from eformer._engine.saving.save import Save
+    from eformer._engine.saving.several import merged
+    from eformer._engine.saving.start import start as start_save
     from eformer._engine.tasks.progress import SILENT
     from eformer.checkpoint import load
 
@@ -181,19 +180,20 @@ def simulate(count: int, leaves: int, cut: str, directory: Path) -> None:
         return said["answered"]
 
     with ExitStack() as stack:
-        receipts, planned, teams = [], [], []
+        receipts, planned, saves = [], [], []
         for index in range(count if has_all else min(count, 3)):  # the first, and two others
             hosts: Any = Simulated(index, count, order, first if index == 0 else lambda *_: said["answered"])
             start = time.perf_counter()
             save = start_save(tree, directory, hosts=hosts, detach=True)
-            team = agreement.gather(save, stack)
+            save.format = save.new_format()
+            save.prepare(stack)
             agreed = time.perf_counter() - start
-            wrote, receipt = timed(lambda team=team: write_tree(team, SILENT))
+            wrote, receipt = timed(lambda save=save: save.write(SILENT))
             receipts.append(receipt)
             planned.append((agreed, wrote))
-            teams.append(team)
-        expected = sum(weight_of(name, count * 8) for name in teams[0].leaves) if count > 1 else 0
-        data = Path(teams[0].upload.data.path)
+            saves.append(save)
+        expected = sum(weight_of(name, count * 8) for name in saves[0].leaves) if count > 1 else 0
+        data = Path(saves[0].upload.data.path)
         missing = expected - sum(receipt.weight for receipt in receipts)
         for index in range(len(receipts), count):
             (like,) = receipts[-1].files
@@ -204,7 +204,7 @@ def simulate(count: int, leaves: int, cut: str, directory: Path) -> None:
             missing = 0
         messages = [msgspec.msgpack.encode(receipt) for receipt in receipts]
         decode = msgspec.msgpack.Decoder(type(receipts[0])).decode
-        sealed, _ = timed(lambda: commit(teams[0], agreement.merged(list(map(decode, messages)))))
+        sealed, _ = timed(lambda: Save.commit(saves[0], merged(list(map(decode, messages)))))
     if has_all:
         print(json.dumps({"load": timed(lambda: load(directory))[0]}))
         return

@@ -27,7 +27,7 @@ import numpy as np
 
 from eformer import checkpoint
 from eformer._engine.record.manifest import Manifest
-from eformer._engine.saving.metadata import metadata_to_json
+from eformer._engine.saving.snapshot import metadata_to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from eformer._engine.formats.zarr.original_structure import parse_structure
 from eformer._engine.record.values import value_from_json, value_to_json
 from eformer._engine.trees.flatten import flatten
-from eformer._engine.trees.key_paths import is_array_like
 from eformer._engine.trees.unflatten import unflatten, unflatten_like
 from eformer.errors import StructureError
+from eformer.serialization._keys import is_array_like
 from support.original import BASIC, DATA, STRUCTURES, Module, Struct, as_original, encoded, one, with_renamed
 from support.trees import Empty, Layer, Moments, Pair, Setting, Unregistered, any_trees, bits, scalars
 

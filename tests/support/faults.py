@@ -388,7 +388,7 @@ class Forks:
 
 def prepare_to_fork() -> None:
     """Spare forks the start of a backend of JAX, to learn that they are alone, and garbage in shared memory."""
-    _hosts.current = lambda *_: _hosts.Alone()
+    _hosts.current = lambda *_: _hosts.Hosts()
     _hosts.is_alone = lambda: True
     jax.process_index, jax.process_count = lambda: 0, lambda: 1
     gc.freeze()

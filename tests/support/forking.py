@@ -85,7 +85,7 @@ def ended(process: int) -> bool:
 
 def main(folder: str, forks: int) -> int:
     # Else a backend of JAX would start, and those do not survive a fork.
-    hosts.current = lambda *_, **__: hosts.Alone()
+    hosts.current = lambda *_, **__: hosts.Hosts()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     place, errors, bad = Path(folder), list[BaseException](), 0
     use(

@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from eformer._engine.saving.run import carry_out
-from eformer._engine.saving.save import start
+from eformer._engine.saving.save import carry_out
+from eformer._engine.saving.start import start
 from eformer.checkpoint import SaveOptions
 from eformer.errors import ProcessError
 

@@ -11,7 +11,7 @@ import flax
 import jax
 import numpy as np
 
-from eformer._engine.trees.key_paths import is_array_like
+from eformer.serialization._keys import is_array_like
 
 DATA = Path(__file__).parents[1] / "compat" / "data"
 STRUCTURES = sorted(str(path.relative_to(DATA)) for path in DATA.rglob("*_structure.json"))

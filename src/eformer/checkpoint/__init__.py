@@ -44,7 +44,7 @@ _NAMES = {
     "runs.run": "Run",
     "runs.steps": "Step latest steps",
     "saving.pending": "Pending wait",
-    "saving.save": "save save_async",
+    "saving.start": "save save_async",
     "stores.store_options": "store_options",
     "tools.conversion": "Conversion",
     "tools.convert": "convert",
@@ -79,8 +79,8 @@ if TYPE_CHECKING:
     from eformer._engine.runs.steps import steps as steps
     from eformer._engine.saving.pending import Pending as Pending
     from eformer._engine.saving.pending import wait as wait
-    from eformer._engine.saving.save import save as save
-    from eformer._engine.saving.save import save_async as save_async
+    from eformer._engine.saving.start import save as save
+    from eformer._engine.saving.start import save_async as save_async
     from eformer._engine.stores.store_options import store_options as store_options
     from eformer._engine.tools.conversion import Conversion as Conversion
     from eformer._engine.tools.convert import convert as convert

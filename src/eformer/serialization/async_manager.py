@@ -24,9 +24,9 @@ from eformer._engine.record.indexes import INDEX
 from eformer._engine.record.names import readable
 from eformer._engine.record.options import SaveOptions
 from eformer._engine.record.values import MALFORMED_JSON
-from eformer._engine.saving.pending import Pending, wait_for
-from eformer._engine.saving.run import carry_out, run_in_background
-from eformer._engine.saving.save import refuse_swapped, start
+from eformer._engine.saving.pending import Pending, run_in_background, wait_for
+from eformer._engine.saving.save import carry_out
+from eformer._engine.saving.start import refuse_swapped, start
 from eformer._engine.stores.local import is_there
 from eformer._engine.stores.locate import store_at
 from eformer._engine.stores.store_options import remember
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.loading.request import Request
     from eformer._engine.record.manifest import TreeEntry
-    from eformer._engine.saving.run import Save
+    from eformer._engine.saving.save import Save
 
 __all__ = ["AsyncCheckpointManager", "CheckpointMetadata"]
 

@@ -8,11 +8,11 @@ from eformer._engine.loading.load import load_tree
 from eformer._engine.loading.request import PlacementRequest, Request
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.names import readable as _readable
-from eformer._engine.saving.jax_manager import serialize_with
-from eformer._engine.saving.run import carry_out
-from eformer._engine.saving.save import refuse_swapped, start
+from eformer._engine.saving.pending import serialize_with
+from eformer._engine.saving.save import carry_out
+from eformer._engine.saving.start import refuse_swapped, start
 from eformer._engine.tasks.interrupts import uninterrupted
-from eformer._engine.trees.key_paths import is_array_like, join_key, leaf_key_paths
+from eformer.serialization._keys import is_array_like, join_key, leaf_key_paths
 
 if TYPE_CHECKING:
     import os

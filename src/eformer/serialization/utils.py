@@ -20,8 +20,8 @@ from eformer._engine.record.dtypes import dtype_from_name, floating_dtype, is_fl
 from eformer._engine.record.names import with_nearest
 from eformer._engine.tasks.memory import available_memory
 from eformer._engine.trees.devices import arrived, is_key, on_host, resharded
-from eformer._engine.trees.key_paths import is_array_like, leaf_key_paths
 from eformer.paths import GCSPath
+from eformer.serialization._keys import is_array_like, leaf_key_paths
 
 if TYPE_CHECKING:
     from collections.abc import Callable

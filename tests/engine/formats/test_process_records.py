@@ -13,6 +13,7 @@ from eformer._engine.record.holdings import Holdings, pack
 from eformer._engine.record.manifest import Manifest
 from eformer._engine.record.regions import Region
 from eformer._engine.saving import commit as _record
+from eformer._engine.saving import several
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_files import LocalFiles
 from eformer._engine.stores.objects import Objects
@@ -124,14 +125,14 @@ def test_shapes_are_described_without_the_records(tmp_path, records, layout):
 
 def test_a_checkpoint_without_a_table_loads_alike(tmp_path, monkeypatch, records, layout):
     """Earlier versions wrote none, and a process whose leaves are cut in too many ways does not."""
-    tree, holdings_of = sharded_tree(), _record.holdings_of
+    tree, holdings_of = sharded_tree(), several.holdings_of
     seen = []
 
     def unless_first_of_four(*how):
         seen.append(None)
         return None if len(seen) == 1 else holdings_of(*how)
 
-    monkeypatch.setattr(_record, "holdings_of", unless_first_of_four)
+    monkeypatch.setattr(several, "holdings_of", unless_first_of_four)
     assert save_together(Crew(4), lambda host: tree, tmp_path, layout) == [None] * 4
     assert not find(tmp_path).manifest.trees[""].holdings
     loaded = load(tmp_path)

@@ -13,7 +13,7 @@ from eformer import checkpoint
 from eformer._engine.formats.safetensors.names import region_name, tensor_names
 from eformer._engine.record.names import escape, join_name
 from eformer._engine.record.regions import Region
-from eformer._engine.saving import run
+from eformer._engine.saving import save as saving
 from eformer.checkpoint import SaveOptions, load, save
 from support.safetensors_files import assert_equal, read_by_index, tensors_in
 from support.trees import HOSTILE, assert_same, keys
@@ -105,7 +105,7 @@ def test_no_two_tensors_have_one_name(paths):
 def escaped(monkeypatch, tmp_path):
     """A checkpoint of a version that called tensors by the escaped names of their leaves."""
     with monkeypatch.context() as patch:
-        patch.setattr(run, "tensor_names", lambda leaves: {leaf: leaf for leaf in leaves})
+        patch.setattr(saving, "tensor_names", lambda leaves: {leaf: leaf for leaf in leaves})
         save(flat(), tmp_path / "old", options=SaveOptions(max_shard_bytes=6_000))
     assert "model%2Eembed%2Eweight" in tensors_in(tmp_path / "old")
     return tmp_path / "old"

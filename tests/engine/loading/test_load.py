@@ -239,7 +239,7 @@ def test_an_error_of_this_process_is_told_to_the_others(tmp_path, group):
 
 
 def test_a_process_on_its_own_meets_nobody(tmp_path, monkeypatch):
-    monkeypatch.setattr(load_module, "_hosts", SimpleNamespace(Alone=load_module._hosts.Alone))
+    monkeypatch.setattr(load_module, "_hosts", SimpleNamespace(Hosts=load_module._hosts.Hosts))
     save({"w": jnp.ones(8)}, tmp_path)
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
     assert len(load(tmp_path, mesh=mesh)["w"].sharding.device_set) == 8

@@ -16,7 +16,7 @@ from eformer import checkpoint
 from eformer._engine.processes import hosts
 from eformer._engine.runs import near as near_module
 from eformer._engine.runs import retention
-from eformer._engine.saving import run as saving_run
+from eformer._engine.saving.save import Save
 from eformer.checkpoint import Keep, Run
 from eformer.errors import CorruptionError, MismatchError, SupersededError
 
@@ -251,13 +251,13 @@ def test_a_second_resume_that_finds_nothing_begins_a_new_run(tmp_path):
 
 
 def test_another_run_of_the_program_waits_for_the_save_of_the_one_before(tmp_path, monkeypatch):
-    may_write, write_tree = threading.Event(), saving_run.write_tree
+    may_write, write = threading.Event(), Save.write
 
-    def slow(team, meter):
+    def slow(save, meter):
         may_write.wait(10)
-        return write_tree(team, meter)
+        return write(save, meter)
 
-    monkeypatch.setattr(saving_run, "write_tree", slow)
+    monkeypatch.setattr(Save, "write", slow)
     first = Run(tmp_path, signals=())
     pending = first.save(2, tree(2))
     threading.Timer(0.05, may_write.set).start()

@@ -23,10 +23,10 @@ from jax.sharding import PartitionSpec as P
 from eformer import checkpoint
 from eformer._engine.formats import find
 from eformer._engine.record.manifest import Manifest
-from eformer._engine.saving import agreement as _commit
 from eformer._engine.saving import commit as _record
-from eformer._engine.saving.run import carry_out
-from eformer._engine.saving.save import start
+from eformer._engine.saving import several
+from eformer._engine.saving.save import carry_out
+from eformer._engine.saving.start import start
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.journal import sweep
 from eformer._engine.stores.local import LocalStore
@@ -155,7 +155,7 @@ from eformer._engine.processes import hosts as _hosts
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_upload import LocalUpload
 
-_hosts.current = lambda *_: _hosts.Alone()  # else a backend of JAX would start, and those do not survive a fork
+_hosts.current = lambda *_: _hosts.Hosts()  # else a backend of JAX would start, and those do not survive a fork
 path, go, begin = sys.argv[1], threading.Event(), LocalStore.begin
 LocalStore.begin = lambda store, *how, **more: go.wait(60) and begin(store, *how, **more)
 pending = save_async({"w": 1}, path)
@@ -401,12 +401,12 @@ def test_what_each_process_has_for_itself_does_not_differ_without_a_word(tmp_pat
 
 def test_what_is_not_all_there_is_not_sealed(tmp_path, monkeypatch, layout):
     save({"old": 1}, tmp_path, format=layout[0])
-    weight = _record.weight
+    weight = several.weight
 
     def less(files):  # as if a process had not written one of its boxes
         return weight([f for f in files if all(extent.source.name != "both" for extent in f.extents)])
 
-    monkeypatch.setattr(_record, "weight", less)
+    monkeypatch.setattr(several, "weight", less)
     for outcome in save_together(Crew(2), lambda host: sharded_tree(), tmp_path, layout):
         assert "have not written every element of every leaf once" in str(outcome)
     assert load(tmp_path) == {"old": 1}
@@ -517,7 +517,7 @@ def test_a_place_that_a_process_has_joined_is_not_swept(tmp_path):
 
 
 def test_a_difference_in_a_large_tree_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(_commit, "_MOST_DESCRIBED", 1000)
+    monkeypatch.setattr(several, "_MOST_DESCRIBED", 1000)
     names = [f"leaf{number:05d}" for number in range(100)]
 
     def tree(host, odd):

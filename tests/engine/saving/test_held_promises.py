@@ -15,8 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 from eformer import checkpoint
 from eformer._engine.record.manifest import Manifest
-from eformer._engine.saving.run import carry_out
-from eformer._engine.saving.save import start
+from eformer._engine.saving.save import carry_out
+from eformer._engine.saving.start import start
 from eformer._engine.stores.bucket import BucketUpload
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.local import LocalStore

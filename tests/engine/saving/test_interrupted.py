@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from eformer._engine.saving.run import Save
+from eformer._engine.saving.save import Save
 from eformer._engine.stores.locate import store_at
 from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.turns import Turn, turns

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 import numpy as np
 import pytest
 
-from eformer._engine.saving import run
+from eformer._engine.saving.save import Save
 from eformer._engine.stores.locate import store_at
 from eformer._engine.tasks.turns import _Turns, turns
 from eformer.checkpoint import load, save, save_async, verify, wait
@@ -22,7 +22,7 @@ def tree(number):
 def slow_save(path, monkeypatch):
     """Save 1.0 in the background during the block, and commit it only afterwards."""
     has_begun, is_over = threading.Event(), threading.Event()
-    write = run.write_tree
+    write = Save.write
 
     def write_late(*arguments):
         has_begun.set()
@@ -30,7 +30,7 @@ def slow_save(path, monkeypatch):
         return write(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "write_tree", write_late)
+        patch.setattr(Save, "write", write_late)
         save_async(tree(1.0), path)
         has_begun.wait(60)
     try:

@@ -471,15 +471,15 @@ def test_no_rule_is_refused(run):
 KILLED = """
 import os, signal, sys
 import numpy as np
-from eformer._engine.saving import run
+from eformer._engine.saving import save as saving
 from eformer.checkpoint import save
 
-write = run.write
+write = saving.write
 def killed(*arguments, **more):
     write(*arguments, **more)
     os.kill(os.getpid(), signal.SIGKILL)
 
-run.write = killed
+saving.write = killed
 save({"w": np.ones(1000)}, sys.argv[1], format=sys.argv[2])
 """
 

@@ -27,10 +27,10 @@ from hypothesis import strategies as st
 
 from eformer._engine.record.names import MAX_DEPTH, name_to_path
 from eformer._engine.trees.flatten import flatten
-from eformer._engine.trees.key_paths import is_array_like, join_key, leaf_key_paths
 from eformer._engine.trees.nodes import register_node
 from eformer._engine.trees.unflatten import unflatten, unflatten_like
 from eformer.errors import MismatchError, StructureError
+from eformer.serialization._keys import is_array_like, join_key, leaf_key_paths
 from support.trees import HOSTILE, Empty, Layer, Moments, Pair, Setting, Unregistered, any_trees, assert_same
 
 pytestmark = pytest.mark.usefixtures("trusted")

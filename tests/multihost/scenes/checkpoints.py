@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec as P
 from eformer._engine.formats import process_records
 from eformer._engine.processes import coordination
 from eformer._engine.processes import hosts as _hosts
-from eformer._engine.saving import agreement as _commit
+from eformer._engine.saving import several
 from eformer._engine.stores import local_files as files
 from eformer.checkpoint import SaveOptions, inspect, load, save, save_async
 from multihost.scenes.state import SHAPES, bits, check, format_of, mesh, put, tree, whole
 
-_commit.VISIBLE_WITHIN = 1.0  # this machine has no network file system
+several.VISIBLE_WITHIN = 1.0  # this machine has no network file system
 
 
 # --------------------------------------------------------------------------------------- save and load

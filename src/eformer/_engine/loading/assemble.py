@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, Sharding
 from eformer._engine.loading.device_put import PutShards, Shards, as_weak, put_on_default, put_sharded
 from eformer._engine.loading.rules import PartitionSpec
 from eformer._engine.record.dtypes import dtype_from_name
-from eformer._engine.tasks.callers import called
+from eformer._engine.tasks.interrupts import called
 from eformer._engine.trees.devices import bits_of, resharded
 from eformer.errors import FormatError, MismatchError
 

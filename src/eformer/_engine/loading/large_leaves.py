@@ -7,10 +7,8 @@ compiled programs, which are compiled in the background, once for each shape.
 from __future__ import annotations
 
 import math
-import os
 import threading
-from concurrent.futures import Future
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -24,15 +22,16 @@ from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.pieces import ALIGNMENT, bounding
 from eformer._engine.record.regions import Region
 from eformer._engine.trees.devices import PACKED, bits_of
+from eformer._engine.trees.programs import place_of, program
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from concurrent.futures import Future
 
     from eformer._engine.loading.select import LeafTarget
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
 
 _lax: Any = jax.lax  # not all of it has types
-_enable_x64: Any = jax.enable_x64
 
 
 # What parts may read more than the leaf as a whole: pieces, and what is encoded, are read once for each part of them.
@@ -158,10 +157,10 @@ class _Shard:
         x64: bool,
     ) -> None:
         self.region, self.device = region, device
-        program = partial(_program, region.shape, bits_of(dtype), device, is_committed, x64)
-        self.begin = program("empty")
-        self.updates = {cut.shape: program("update", cut.shape) for cut in cuts}
-        self.end = program("view", dtype=dtype) if bits_of(dtype) != dtype else None
+        begun = partial(_program, region.shape, bits_of(dtype), device, is_committed, x64)
+        self.begin = begun("empty")
+        self.updates = {cut.shape: begun("update", cut.shape) for cut in cuts}
+        self.end = begun("view", dtype=dtype) if bits_of(dtype) != dtype else None
         self.lock = threading.Lock()
         self.array: Any = None
 
@@ -249,17 +248,7 @@ def _cut(region: Region, itemsize: int, most: int, block: int) -> list[Region]:
 # -------------------------------------------------------------------------------------------- programs
 
 
-def _program(*what: Any, **more: Any) -> Future[Any]:
-    """Return a program of `_compiling`; one that could not be compiled for an earlier load is tried again."""
-    made = _compiling(*what, **more)
-    if made.done() and made.exception():
-        _compiling.cache_clear()
-        made = _compiling(*what, **more)
-    return made
-
-
-@lru_cache(256)
-def _compiling(
+def _program(
     shape: tuple[int, ...],
     bits: np.dtype[Any],
     device: Any,
@@ -269,41 +258,29 @@ def _compiling(
     part: tuple[int, ...] = (),
     dtype: np.dtype[Any] | None = None,
 ) -> Future[Any]:
-    """Begin to compile a program in a thread of its own: one that makes an array, writes a part into one, or returns
-    it as another dtype. Arrays are handled as integers: XLA may compute with floats, which changes the bits of a nan.
-    """
-    made: Future[Any] = Future()
-    # Arrays that are not committed are those of the default device, and JAX may move them.
-    place = jax.sharding.SingleDeviceSharding(device) if is_committed else None
+    """Begin to compile a program: one that makes an array, writes a part into one, or returns it as another dtype.
+    One that could not be compiled for an earlier load is tried again."""
+    place = place_of(device, is_committed=is_committed)
+    return program(_lowered, kind, shape, bits, place, part, dtype, device=device, x64=x64, again=True)
+
+
+def _lowered(
+    kind: str, shape: tuple[int, ...], bits: np.dtype[Any], place: Any, part: tuple[int, ...], dtype: Any
+) -> Any:
+    """Lower a program. Arrays are handled as integers: XLA may compute with floats, which changes the bits of a nan."""
     described: Any = jax.ShapeDtypeStruct  # it has no types
     whole = described(shape, bits, sharding=place)
-
-    def compile_it() -> Any:
-        if kind == "empty":
-            return jax.jit(lambda: _lax.empty(shape, bits), out_shardings=place).lower().compile()
-        if kind == "view":
-            view = jax.jit(
-                lambda array: _lax.bitcast_convert_type(array, dtype), donate_argnums=0, out_shardings=place
-            )
-            return view.lower(whole).compile()
-        update = jax.jit(
-            lambda array, new, start: _lax.dynamic_update_slice(array, new, tuple(start)),
-            donate_argnums=0,
-            out_shardings=place,
+    if kind == "empty":
+        return jax.jit(lambda: _lax.empty(shape, bits), out_shardings=place).lower()
+    if kind == "view":
+        view = jax.jit(
+            lambda array: _lax.bitcast_convert_type(array, dtype), donate_argnums=0, out_shardings=place
         )
-        new = described(part, bits, sharding=place)
-        return update.lower(whole, new, described((len(shape),), np.int32, sharding=place)).compile()
-
-    def run() -> None:
-        try:
-            with jax.default_device(device), _enable_x64(x64):
-                made.set_result(compile_it())
-        except BaseException as error:  # noqa: BLE001  raised by who waits
-            made.set_exception(error)
-
-    # Not a daemon: Python waits for it at the end. XLA aborts a process that ends while it compiles.
-    threading.Thread(target=run, name="eformer-compile").start()
-    return made
-
-
-os.register_at_fork(after_in_child=_compiling.cache_clear)  # nobody compiles there what is not compiled yet
+        return view.lower(whole)
+    update = jax.jit(
+        lambda array, new, start: _lax.dynamic_update_slice(array, new, tuple(start)),
+        donate_argnums=0,
+        out_shardings=place,
+    )
+    new = described(part, bits, sharding=place)
+    return update.lower(whole, new, described((len(shape),), np.int32, sharding=place))

@@ -43,9 +43,8 @@ from eformer._engine.record.text import few
 from eformer._engine.stores.cache import caching
 from eformer._engine.stores.keys import public_key
 from eformer._engine.stores.store_options import remember
-from eformer._engine.tasks.callers import called
 from eformer._engine.tasks.deadline import within
-from eformer._engine.tasks.interrupts import uninterrupted
+from eformer._engine.tasks.interrupts import called, uninterrupted
 from eformer._engine.tasks.pool import gc_paused
 from eformer._engine.tasks.progress import is_wanted, metered
 from eformer._engine.trees.devices import arrived
@@ -756,7 +755,7 @@ def _require_classes(contents: Contents, request: Request) -> None:
 def _processes(request: Request, like: Mapping[str, Any] | None) -> Iterator[Hosts]:
     """Yield the processes whose devices the leaves go to, and tell the others if this one fails."""
     members = processes_of(request.placement, like)
-    hosts = _hosts.current("loads", members, request.timeout) if members else _hosts.Alone()
+    hosts = _hosts.current("loads", members, request.timeout) if members else _hosts.Hosts()
     try:
         yield hosts
     except BaseException as error:

@@ -24,7 +24,7 @@ from eformer._engine.record.manifest import LeafEntry
 from eformer._engine.record.names import readable, resolve, split_name, with_nearest
 from eformer._engine.record.text import few
 from eformer._engine.record.values import LeftToCode
-from eformer._engine.trees.functions import is_code
+from eformer._engine.trees.nodes import is_code
 from eformer._engine.trees.shardings import AnnotatedShape
 from eformer.errors import FormatError, MismatchError
 

@@ -8,10 +8,7 @@ it is there, leaves are moved one by one.
 from __future__ import annotations
 
 import math
-import os
-import threading
 from collections import Counter
-from concurrent.futures import Future
 from functools import lru_cache
 from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,16 +19,17 @@ import numpy as np
 from eformer._engine.loading.device_put import put_on, put_on_default
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.trees.devices import PACKED, bits_of
+from eformer._engine.trees.programs import place_of, program
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from concurrent.futures import Future
 
     from eformer._engine.loading.select import LeafTarget
 
 _lax: Any = jax.lax  # not all of it has types
 _jit: Any = jax.jit
 _described: Any = jax.ShapeDtypeStruct
-_enable_x64: Any = jax.enable_x64
 
 _LEAST_LEAVES = 4  # in a slot: fewer are moved as quickly one by one
 _MOST_LEAVES = 128  # of a program, which takes about 2 ms to compile for each
@@ -85,13 +83,13 @@ class Split:
         slices = _slices(self.targets, memory)
         if slices is None:
             return None
-        program = _program(slices, self.device, self.is_committed, self.x64)
-        if not program.done() or program.exception() is not None:
+        made = _program(slices, self.device, self.is_committed, self.x64)
+        if not made.done() or made.exception() is not None:
             return None
         data = memory[: slices[-1].stop]
         data.flags.writeable = False
         (there,) = put_on([data], [self.device]) if self.is_committed else put_on_default([data])
-        return Sent(there, [target.name for target in self.targets], program.result(), self.others)
+        return Sent(there, [target.name for target in self.targets], made.result(), self.others)
 
 
 def splits_of(
@@ -156,29 +154,17 @@ def _address(array: np.ndarray[Any, Any]) -> int:
     return address
 
 
-@lru_cache(64)
 def _program(slices: tuple[Slice, ...], device: Any, is_committed: bool, x64: bool) -> Future[Any]:
-    """Begin to compile a program that makes arrays of the slices of a slot, in a thread of its own."""
-    made: Future[Any] = Future()
-    # Arrays that are not committed are those of the default device, and JAX may move them.
-    place = jax.sharding.SingleDeviceSharding(device) if is_committed else None
+    """Begin to compile a program that makes arrays of the slices of a slot."""
+    return program(_lowered, slices, place_of(device, is_committed=is_committed), device=device, x64=x64)
 
+
+def _lowered(slices: tuple[Slice, ...], place: Any) -> Any:
     def split(data: Any) -> list[Any]:
         return [_array(data, part) for part in slices]
 
-    def run() -> None:
-        try:
-            with jax.default_device(device), _enable_x64(x64):
-                program = _jit(split, out_shardings=[part.sharding for part in slices])
-                made.set_result(
-                    program.lower(_described((slices[-1].stop,), np.uint8, sharding=place)).compile()
-                )
-        except BaseException as error:  # noqa: BLE001  leaves are moved one by one then
-            made.set_exception(error)
-
-    # Not a daemon: Python waits for it at the end. XLA aborts a process that ends while it compiles.
-    threading.Thread(target=run, name="eformer-compile").start()
-    return made
+    splitting = _jit(split, out_shardings=[part.sharding for part in slices])
+    return splitting.lower(_described((slices[-1].stop,), np.uint8, sharding=place))
 
 
 def _array(data: Any, part: Slice) -> Any:
@@ -187,6 +173,3 @@ def _array(data: Any, part: Slice) -> Any:
     found = _lax.reshape(_lax.slice(data, (part.offset,), (part.stop,)), (*part.shape, *inner))
     bits = _lax.bitcast_convert_type(found, bits_of(part.dtype))
     return bits if bits.dtype == part.dtype else _lax.bitcast_convert_type(bits, part.dtype)
-
-
-os.register_at_fork(after_in_child=_program.cache_clear)  # nobody compiles there what is not compiled yet

@@ -58,6 +58,44 @@ def service_client() -> Any:
     return distributed.global_state.client
 
 
+class Hosts:
+    """The processes that take part in a save or a load: the `index` of this one, their `count`, and how they meet.
+
+    All of them make the same calls in the same order: `meet` any number of times, then either `end` or `fail`. This
+    class is a single process, to which every device belongs.
+    """
+
+    index = 0
+    count = 1
+
+    def meet(self, message: bytes, answer: Callable[[Sequence[bytes]], bytes]) -> bytes:
+        """Send this process's message, and return the first process's answer to the messages of all.
+
+        Only the first process calls `answer`. If a process has failed, or the first fails to answer, all others raise
+        a ProcessError that says why. Blocks until all processes have come.
+        """
+        return answer([message])
+
+    def fail(self, error: BaseException, *, after_all: bool = False) -> str:
+        """Announce that this process has failed and comes to no further meeting. No-op if that is known.
+
+        With `after_all`, the first process tells the others only once they have come to the next meeting: it may then
+        remove what they were writing to. Returns why the first process has failed, or "".
+        """
+        return ""
+
+    def end(self) -> None:
+        """Note that the last meeting is over: a later `fail` has no one to tell."""
+
+    def process_of(self, device: Any) -> int:
+        """Return the index of the process that a device belongs to, or -1 if that takes no part."""
+        return 0
+
+    def name(self, index: int) -> str:
+        """Return the name of a process for messages."""
+        return f"process {index}"
+
+
 # ------------------------------------------------------------------------------------------------ groups
 
 
@@ -100,8 +138,8 @@ _groups = _Groups()
 # ---------------------------------------------------------------------------------------------- meetings
 
 
-class Together:
-    """Several processes that are `doing` one thing together, as `Hosts`."""
+class Together(Hosts):
+    """Several processes that are `doing` one thing together."""
 
     def __init__(self, client: Any, members: tuple[int, ...], index: int, doing: str, timeout: float) -> None:
         self.index, self.count = index, len(members)

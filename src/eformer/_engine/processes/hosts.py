@@ -1,80 +1,23 @@
-"""The processes that save or load one tree together: the index of this one, their number, and how they meet."""
+"""Choose the processes that save or load one tree together, and tell them of errors."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
 from operator import index as as_number
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from eformer._engine.processes.coordination import Hosts as Hosts
 from eformer._engine.processes.coordination import LostError as LostError
 from eformer._engine.processes.coordination import Together, service_client, this_process
 from eformer.errors import ProcessError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
 TIMEOUT = 600.0  # seconds
 
 
-class Hosts(Protocol):
-    """The processes that take part in a save or a load. All of them make the same calls in the same order.
-
-    The order of calls: `meet` any number of times, then either `end` or `fail`.
-    """
-
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def count(self) -> int: ...
-
-    def meet(self, message: bytes, answer: Callable[[Sequence[bytes]], bytes]) -> bytes:
-        """Send this process's message, and return the first process's answer to the messages of all.
-
-        Only the first process calls `answer`. If a process has failed, or the first fails to answer, all others raise
-        a ProcessError that says why. Blocks until all processes have come.
-        """
-
-    def fail(self, error: BaseException, *, after_all: bool = False) -> str:
-        """Tell the others that this process comes to no further meeting, unless they know or do not wait for it.
-
-        With `after_all`, the first process tells them only once they have come to the next meeting: it may then remove
-        what they were writing to. Returns why the first process has failed, or "".
-        """
-
-    def end(self) -> None:
-        """Note that the last meeting is over, so that a later `fail` tells nobody."""
-
-    def process_of(self, device: Any) -> int:
-        """Return the index of the process that a device belongs to, or -1 if that takes no part."""
-
-    def name(self, index: int) -> str:
-        """Return the name of a process for messages."""
-
-
-class Alone:
-    """A single process, to which every device belongs."""
-
-    index = 0
-    count = 1
-
-    def meet(self, message: bytes, answer: Callable[[Sequence[bytes]], bytes]) -> bytes:
-        return answer([message])
-
-    def fail(self, error: BaseException, *, after_all: bool = False) -> str:
-        return ""
-
-    def end(self) -> None:
-        """Do nothing: nobody waits."""
-
-    def process_of(self, device: Any) -> int:
-        return 0
-
-    def name(self, index: int) -> str:
-        return f"process {index}"
-
-
-class _OneOfMany(Alone):
+class _OneOfMany(Hosts):
     """One of several processes that acts alone, with its own devices only."""
 
     def __init__(self, process: int) -> None:
@@ -101,7 +44,17 @@ def current(doing: str, processes: Iterable[int] | None = None, timeout: float |
         raise ValueError(
             f"processes={list(members)} leaves out process {process}, which must not make this call then"
         )
-    return Alone() if count == 1 else _select(members, process, doing, timeout or TIMEOUT)
+    return Hosts() if count == 1 else _select(members, process, doing, timeout or TIMEOUT)
+
+
+@contextmanager
+def told_to_all(hosts: Hosts) -> Iterator[None]:
+    """Tell the other processes of an error during the block, so that none waits for this one."""
+    try:
+        yield
+    except BaseException as error:
+        hosts.fail(error)
+        raise
 
 
 @contextmanager
@@ -109,11 +62,8 @@ def meeting(doing: str, timeout: float | None) -> Iterator[Hosts]:
     """Let all processes of the program meet, and hear of an error in one of them. The arguments are those of
     `current`."""
     hosts = current(doing, None, timeout)
-    try:
+    with told_to_all(hosts):
         yield hosts
-    except BaseException as error:
-        hosts.fail(error)
-        raise
     hosts.end()
 
 

@@ -23,8 +23,8 @@ import numpy as np
 from eformer._engine.record.policies import metric_from
 from eformer._engine.record.values import MALFORMED_JSON, is_recorded, value_from_json, value_to_json
 from eformer._engine.runs.steps import RUN_METADATA
-from eformer._engine.saving.metadata import metadata_to_json
-from eformer._engine.tasks.callers import called
+from eformer._engine.saving.snapshot import metadata_to_json
+from eformer._engine.tasks.interrupts import called
 from eformer.errors import FormatError, LeafError, StructureError
 
 if TYPE_CHECKING:

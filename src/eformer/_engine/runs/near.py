@@ -30,8 +30,8 @@ from eformer._engine.runs.clock import Clock
 from eformer._engine.runs.own_part import cut_to_own, load_own
 from eformer._engine.runs.steps import Step, claim_of, steps_if_there
 from eformer._engine.saving.pending import Pending
-from eformer._engine.saving.run import carry_out
-from eformer._engine.saving.save import start
+from eformer._engine.saving.save import carry_out
+from eformer._engine.saving.start import start
 from eformer._engine.stores.base import read_whole, update_file
 from eformer._engine.stores.directory import Directory, remove_opened
 from eformer._engine.stores.durable import scratch_name
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from eformer._engine.record.policies import Every
     from eformer._engine.runs.done import Done
     from eformer._engine.runs.writer import Writer
-    from eformer._engine.saving.run import Save
+    from eformer._engine.saving.save import Save
 
 logger = logging.getLogger("eformer")
 
@@ -247,7 +247,7 @@ class Near:
             detach=True,
             hosts=_hosts.current("saves", (jax.process_index(),), self._timeout),
         )
-        save = dataclasses.replace(save, late=late, part=position)
+        save.late, save.part = late, position
         self._pending = Pending(path)
         self.note_save(done.step)
         try:

@@ -19,7 +19,7 @@ from eformer._engine.runs.done import set_position
 from eformer._engine.runs.near import NearStep
 from eformer._engine.runs.retention import put_aside
 from eformer._engine.runs.steps import facts_of_run, path_to_step, steps_if_there
-from eformer._engine.tasks.callers import is_of_caller
+from eformer._engine.tasks.interrupts import is_of_caller
 from eformer.errors import (
     CorruptionError,
     EformerError,

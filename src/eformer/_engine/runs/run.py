@@ -28,9 +28,8 @@ from eformer._engine.runs.retention import remove_others, steady_clock
 from eformer._engine.runs.signals import Signals
 from eformer._engine.runs.steps import Step, path_to_step, steps_if_there
 from eformer._engine.runs.writer import Writer
-from eformer._engine.saving.pending import Pending, wait_for_saves_below
-from eformer._engine.saving.run import Format, run_in_background
-from eformer._engine.saving.save import start
+from eformer._engine.saving.pending import Pending, run_in_background, wait_for_saves_below
+from eformer._engine.saving.start import start
 from eformer._engine.stores.locate import absolute, store_at
 from eformer._engine.stores.store_options import remember
 from eformer._engine.tasks.interrupts import uninterrupted
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.record.policies import Every, Keep
     from eformer._engine.runs.resume import Agreed
+    from eformer._engine.saving.save import Format
     from eformer._engine.stores.base import Store
 
 logger = logging.getLogger("eformer")
@@ -352,7 +352,7 @@ class Run:
         save = start(
             done.state(), path, format=self._format, metadata=done.metadata, options=options, detach=True
         )
-        save = dataclasses.replace(save, late=late, part=part, fence=self._writer.check, whole_files=True)
+        save.late, save.part, save.fence, save.whole_files = late, part, self._writer.check, True
         pending = Pending(path)
         run_in_background(save, pending, after=functools.partial(self._after_commit, done.step))
         self.step = self._progress.saved = done.step

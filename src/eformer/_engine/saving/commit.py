@@ -1,4 +1,4 @@
-"""Commit a save: files under their final names, then the index, then remove what it does not name any more.
+"""The record that a save begins with, and its commit: the index is swapped, and names the tree from then on.
 
 Every step leaves the place with one whole checkpoint.
 """
@@ -6,95 +6,22 @@ Every step leaves the place with one whole checkpoint.
 from __future__ import annotations
 
 import datetime as dt
-import math
 import secrets
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Struct
 
-from eformer._engine.record.holdings import holdings_of
-from eformer._engine.record.manifest import LeafEntry, Receipt, TreeEntry, encode_leaves, weight_of
+from eformer._engine.record.manifest import TreeEntry
 from eformer._engine.record.pieces import PIECE_BYTES
-from eformer._engine.record.planned import data_files, leaf_entries, weight
 from eformer._engine.record.signature import signature_name
 from eformer._engine.tasks import interrupts
-from eformer._engine.tasks.pool import gc_paused
-from eformer.errors import ProcessError
+from eformer._engine.tasks.deadline import clearing_up
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from eformer._engine.formats.write_format import Index, WriteFormat
-    from eformer._engine.record.planned import PlannedFile
-    from eformer._engine.saving.agreement import Team
-    from eformer._engine.saving.reuse import Kept
+    from eformer._engine.formats.write_format import Index
+    from eformer._engine.saving.save import Save
     from eformer._engine.stores.base import Change, Store, Upload
-
-
-def commit(team: Team, receipt: Receipt) -> None:
-    """Make the tree, whose files are complete and synced, the checkpoint of its prefix."""
-    tree = (
-        recorded_tree_of_several(team.tree, receipt, team.leaves)
-        if team.is_several
-        else recorded_tree(team.tree, receipt)
-    )
-    if team.save.late:
-        metadata = {**tree.raw_metadata, **team.save.late(receipt.parts)}
-        tree = msgspec.structs.replace(tree, raw_metadata=metadata)
-    upload = team.upload
-    assert upload is not None
-    team.save.turn.wait()
-    upload.commit(_Commit(team, tree, upload))
-    upload.close()
-
-
-class _Commit(Struct, frozen=True):
-    """The commit of a tree."""
-
-    team: Team
-    tree: TreeEntry
-    upload: Upload
-    sweeps: bool = True
-
-    @property
-    def name(self) -> str:
-        return self.team.format.index_name
-
-    @property
-    def save_id(self) -> str:
-        return self.tree.save_id
-
-    def read(self, store: Store) -> Index:
-        return self.team.format.read_index(store)
-
-    def change(self, index: Index, store: Store) -> Change:
-        interrupts.check()
-        if self.team.save.fence:  # not before it is known that the save is not committed yet
-            self.team.save.fence()
-        change = index.commit(self.tree, store, self.upload)
-        is_replaced = change.index is None or index.version is not None
-
-        def tidy(store: Store, upload: Upload) -> None:
-            if change.tidy:
-                change.tidy(store, upload)
-            if is_replaced:
-                _remove_signature(self.team.save.file, store, upload)
-
-        return msgspec.structs.replace(change, tidy=tidy)
-
-    def is_done(self) -> bool:
-        return self.team.is_committed()
-
-
-def _remove_signature(file: str, place: Store, upload: Upload) -> None:
-    """Remove the signature of the checkpoint that was replaced. Until then it says that this one was altered."""
-    name = signature_name(file)
-    if place.is_file(name):
-        upload.remove([name])
-
-
-# --------------------------------------------------------------------------------------------- records
 
 
 def new_tree(
@@ -113,73 +40,45 @@ def new_tree(
     )
 
 
-def receipt_of_one(
-    files: Sequence[PlannedFile],
-    kept: Kept,
-    leaves: Mapping[str, LeafEntry | None],
-    sha256: Mapping[str, str],
-) -> Receipt:
-    """Record what the only process has written, and what it keeps of an earlier save.
+class Commit(Struct, frozen=True):
+    """The commit of a tree, as an upload carries it out."""
 
-    `leaves` gives the order, and the entries of leaves that no file may hold.
-    """
-    with gc_paused():
-        found = leaf_entries(files, sha256)
-        found |= kept.entries(len(files), sha256)
-        entries = {
-            name: found[name] if entry is None else found.get(name, entry) for name, entry in leaves.items()
-        }
-        return Receipt([*data_files(files), *kept.files], entries)
+    save: Save
+    tree: TreeEntry
+    name: str
+    save_id: str
+    sweeps: bool = True
 
+    def read(self, store: Store) -> Index:
+        return self.save.format.read_index(store)
 
-def receipt_of_several(
-    files: Sequence[PlannedFile],
-    fmt: WriteFormat,
-    upload: Upload,
-    sha256: Mapping[str, str],
-    numbers: Mapping[str, int],
-) -> Receipt:
-    """Record what one of several processes has written. Its extents and digests lie with its own bytes: in the headers
-    of its files, or in a file of their own. `numbers` are those of the leaves of the tree."""
-    with gc_paused():
-        whole = Receipt(weight=weight(files))
-        if not fmt.keeps_records:
-            return whole
-        if fmt.header_needs_digests:
-            whole.files = data_files(files)
-            whole.holdings = holdings_of([[file] for file in files], numbers)
-            whole.is_torn = any(extent.region for file in files for extent in file.extents)
-            return whole
-        whole.is_torn = True
-        file = fmt.process_file(files, sha256)
-        whole.holdings = holdings_of([files] if file else [], numbers)
-        if file:
-            upload.put([(file.name, file.header)])
-            upload.sync()
-            whole.files = data_files([file])
-        return whole
+    def change(self, index: Index, store: Store) -> Change:
+        interrupts.check()
+        if self.save.fence:  # not before it is known that the save is not committed yet
+            self.save.fence()
+        change = index.commit(self.tree, store, self.save.upload)
+        if change.index is not None and index.version is None:
+            return change  # there was no checkpoint
+
+        def tidy(store: Store, upload: Upload) -> None:
+            if change.tidy:
+                change.tidy(store, upload)
+            _remove_signature(self.save.file, store, upload)
+
+        return msgspec.structs.replace(change, tidy=tidy)
+
+    def is_done(self) -> bool:
+        return is_committed(self.save)
 
 
-def recorded_tree(tree: TreeEntry, receipt: Receipt) -> TreeEntry:
-    """Return the tree that one process has written, as the manifest has it."""
-    with gc_paused():
-        leaves = encode_leaves(receipt.leaves)
-    return msgspec.structs.replace(tree, files=tuple(receipt.files), raw_leaves=leaves)
+def is_committed(save: Save) -> bool:
+    """Tell, after an error, whether the index names the save; True if that cannot be known."""
+    with clearing_up():
+        return save.format.is_committed(save.store, save.tree.save_id)
 
 
-def recorded_tree_of_several(tree: TreeEntry, receipt: Receipt, leaves: Mapping[str, LeafEntry]) -> TreeEntry:
-    """Return the tree that several processes have written; refuse one that does not have every element once."""
-    weights = (weight_of(name, math.prod(entry.shape)) for name, entry in leaves.items())
-    if receipt.weight != sum(weights) % 2**64:
-        raise ProcessError(
-            "the processes have not written every element of every leaf once. Do they all see the same arrays on the "
-            "same devices? A leaf may not be in one process's memory for one and on devices for another"
-        )
-    parts: Any = "torn" if receipt.is_torn else "whole"
-    return msgspec.structs.replace(
-        tree,
-        files=tuple(receipt.files),
-        parts=parts,
-        holdings=receipt.holdings or msgspec.UNSET,
-        raw_leaves=encode_leaves(dict(leaves)),
-    )
+def _remove_signature(file: str, place: Store, upload: Upload) -> None:
+    """Remove the signature of the checkpoint that was replaced. Until then it says that this one was altered."""
+    name = signature_name(file)
+    if place.is_file(name):
+        upload.remove([name])

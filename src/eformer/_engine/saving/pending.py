@@ -1,4 +1,4 @@
-"""Wait for saves in the background."""
+"""Carry out saves in the background, and wait for them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ import weakref
 from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
+from eformer._engine.processes.hosts import told_to_all
 from eformer._engine.record.text import few
+from eformer._engine.saving.save import carry_out
 from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.interrupts import uninterrupted
+from eformer._engine.trees.copies import compile_copies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
+
+    from eformer._engine.saving.save import Save
 
 logger = logging.getLogger("eformer")
 
@@ -126,6 +131,50 @@ class Pending:
         # Not after an error: `afterwards` might keep the save alive, and its error would not be logged.
         if afterwards and error is None:
             afterwards()
+
+
+def run_in_background(save: Save, pending: Pending, after: Callable[[], None] | None = None) -> None:
+    """Carry out a save in a thread of its own; call `after` when it is committed."""
+
+    def work() -> None:
+        carry_out(save)
+        if after:
+            after()
+
+    try:
+        pending.start(work, afterwards=compile_copies)
+    except BaseException as error:  # no thread could be started: no other save may wait for this one
+        save.turn.end()
+        save.hosts.fail(error)
+        raise
+
+
+def serialize_with(manager: Any, save: Save, callback: Callable[[], None] | None) -> None:
+    """Hand a save that needs nothing of its caller's to the manager, with no arrays. Return as the manager does.
+
+    The manager waits for its save before, and raises the error of that one here. Then it calls back, in a thread of its
+    own and in the first process alone: the save is carried out there, so that `wait_until_finished` waits for it and
+    raises its error. The other processes write in a thread of ours.
+    """
+    save.turn.end()  # the manager has its own order; should it never call back, no other save may wait for this one
+
+    def commit() -> None:
+        try:
+            carry_out(save)
+        except BaseException as error:  # which the manager raises when it is asked, and otherwise forgets
+            logger.error("saving to %s failed: %s", save.store.url, error)
+            raise
+        finally:
+            save.sources.clear()  # the manager keeps this function, and with it the arrays, until its next save
+        if callback is not None:
+            callback()
+        compile_copies()
+
+    # In a thread without an event loop, since the manager runs one: a notebook has its own.
+    with told_to_all(save.hosts), futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(manager.serialize, [], [], on_commit_callback=commit).result()
+    if save.hosts.index:
+        run_in_background(save, Pending(save.store.url), after=callback)
 
 
 def wait_for_saves_below(path: str) -> None:

@@ -101,18 +101,14 @@ def _pieces(tree: TreeEntry, leaves: Mapping[str, Sequence[Extent]]) -> dict[int
     found: dict[int, list[Stored]] = {}
     for leaf, extents in leaves.items():
         for extent in extents:
+            file = tree.files[extent.file]
             if extent.file not in found:
-                found[extent.file] = list(_header_of(tree, extent.file))
+                header = Stored("the header", 0, file.header_nbytes, file.header)
+                found[extent.file] = [header] if file.header else []
             found[extent.file] += _pieces_of(tree, leaf, extent)
     for pieces in found.values():
         pieces.sort(key=lambda piece: piece.offset)
     return found
-
-
-def _header_of(tree: TreeEntry, number: int) -> Iterator[Stored]:
-    file = tree.files[number]
-    if file.header:
-        yield Stored("the header", 0, file.header_nbytes, file.header)
 
 
 def _pieces_of(tree: TreeEntry, leaf: str, extent: Extent) -> Iterator[Stored]:

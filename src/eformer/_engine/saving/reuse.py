@@ -147,12 +147,12 @@ def keep_files(
     planned = {source.name: list(plan_extents(source, tree.block)) for source in sources}
     same = earlier.unchanged(planned, staging, threads)
     files = _linkable_files(earlier, same, tensors, barred, whole=whole)
-    unfit = _unfit(earlier, {number: file.entry for number, file in files.items()}, same, threads)
+    unfit = _unfit(earlier, {number: entry for number, (entry, _) in files.items()}, same, threads)
     numbers: dict[int, int] = {}
-    for number, file in files.items():
-        if number not in unfit and upload.link(file.name, earlier.store, file.entry):
+    for number, (entry, name) in files.items():
+        if number not in unfit and upload.link(name, earlier.store, entry):
             numbers[number] = len(kept.files)
-            kept.files.append(msgspec.structs.replace(tree.files[number], name=file.name))
+            kept.files.append(msgspec.structs.replace(tree.files[number], name=name))
     for source in sources:
         extents = same.get(source.name, [])
         if extents and all(extent.file in numbers for extent in extents):
@@ -162,14 +162,6 @@ def keep_files(
     return kept, [[s for s in left if s.name in same], [s for s in left if s.name not in same]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Linkable:
-    """A file of an earlier checkpoint as it was seen, and the name that it is to have."""
-
-    entry: Entry
-    name: str
-
-
 def _linkable_files(
     earlier: Earlier,
     same: Mapping[str, Sequence[Extent]],
@@ -177,8 +169,8 @@ def _linkable_files(
     barred: Container[str],
     *,
     whole: bool,
-) -> dict[int, _Linkable]:
-    """Choose files for the leaves that are the `same`, the largest first."""
+) -> dict[int, tuple[Entry, str]]:
+    """Choose files for the leaves that are the `same`, the largest first: each as it was seen, and its new name."""
     needed, called = Counter[int](), defaultdict[int, set[str]](set)
     for leaf, extents in same.items():
         for extent in extents:
@@ -198,8 +190,9 @@ def _linkable_files(
 
 def _look(
     earlier: Earlier, file: DataFile, tensors: set[str], barred: Container[str], *, whole: bool
-) -> _Linkable | None:
-    """Look at a file that holds these tensors; None if it cannot be kept. With `whole`, it may hold no others."""
+) -> tuple[Entry, str] | None:
+    """Look at a file that holds these tensors, and name it; None if it cannot be kept. With `whole`, it may hold no
+    others."""
     try:
         header, entry = earlier.store.read(file.name, 0, file.header_nbytes)
         digest, is_of_save = xxh3_128(header), bool(file.header) and entry.nbytes == file.nbytes
@@ -221,7 +214,7 @@ def _look(
     has_more = bool(opened.header.tensors.keys() - tensors)
     name = own_name(file.name, save_id, is_private=has_more or (file.name.endswith(PRIVATE) and not whole))
     is_barred = save_id in barred or name in barred
-    return None if is_barred or (whole and has_more) else _Linkable(entry, name)
+    return None if is_barred or (whole and has_more) else (entry, name)
 
 
 def _unfit(

@@ -1,252 +1,226 @@
-"""Save a tree: take what the caller has, and carry out the save."""
+"""Carry out a save: prepare the place, write, commit. Needs no jax."""
 
 from __future__ import annotations
 
-import dataclasses
+import logging
 import os
-from typing import TYPE_CHECKING, Any, get_args
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
-import jax
+import msgspec
+from msgspec import Struct
 
-from eformer._engine.formats.safetensors.names import SUFFIX, base_name, refuse_other_suffix
-from eformer._engine.processes import hosts as _hosts
-from eformer._engine.record.dtypes import floating_dtype
-from eformer._engine.record.options import SaveOptions, options_from
-from eformer._engine.saving.commit import new_tree
-from eformer._engine.saving.metadata import metadata_to_json
-from eformer._engine.saving.pending import Pending
-from eformer._engine.saving.run import Format, Save, carry_out, run_in_background, told_to_all
-from eformer._engine.saving.snapshot import snapshot
-from eformer._engine.stores.local import resolved
-from eformer._engine.stores.locate import absolute, locate, store_at
-from eformer._engine.stores.store_options import remember
-from eformer._engine.tasks import interrupts
+from eformer._engine.formats.safetensors.names import tensor_names
+from eformer._engine.formats.safetensors.write import SafetensorsDirectory, SafetensorsFile
+from eformer._engine.formats.zarr.arrays import ZarrArrays
+from eformer._engine.formats.zarr.layout import array_path
+from eformer._engine.processes.hosts import told_to_all
+from eformer._engine.record.indexes import Listed
+from eformer._engine.record.manifest import Receipt, encode_leaves
+from eformer._engine.record.planned import data_files, leaf_entries
+from eformer._engine.saving.commit import Commit
+from eformer._engine.saving.reuse import Kept, apart, find_earlier, keep_chunks, keep_files
+from eformer._engine.saving.staging import Staging
+from eformer._engine.saving.write import compute_sha256, write
 from eformer._engine.tasks.deadline import within
-from eformer._engine.tasks.interrupts import held_back
-from eformer._engine.tasks.pool import gc_paused
+from eformer._engine.tasks.pool import default_threads, gc_paused
+from eformer._engine.tasks.progress import SILENT, metered
 from eformer._engine.tasks.turns import turns
-from eformer._engine.trees.flatten import flatten
-from eformer._version import __version__
-from eformer.errors import NotFoundError
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
+    from eformer._engine.formats.write_format import WriteFormat
     from eformer._engine.processes.hosts import Hosts
-    from eformer._engine.stores.base import Store
-    from eformer._engine.tasks.progress import Progress
+    from eformer._engine.record.digests import Hasher
+    from eformer._engine.record.manifest import LeafEntry, TreeEntry
+    from eformer._engine.record.options import SaveOptions
+    from eformer._engine.record.planned import PlannedFile, Source
+    from eformer._engine.saving.reuse import Earlier
+    from eformer._engine.stores.base import Store, Upload
+    from eformer._engine.tasks.progress import Meter, Progress
+    from eformer._engine.tasks.turns import Turn
 
-_DEFAULT = SaveOptions()
+logger = logging.getLogger("eformer")
 
-# File systems allow names of 255 bytes; the rest is for the number of a shard, the save and the suffix.
-_MAX_PREFIX_BYTES = 180
+Format = Literal["safetensors", "tensorstore"]
+
+_MOST_WRITERS = 8  # threads: with more they wait for each other, and not for the disk
 
 
-def save(
-    tree: Any,
-    path: str | os.PathLike[str],
-    *,
-    prefix: str | None = None,
-    format: Format = "safetensors",  # noqa: A002
-    metadata: Mapping[str, Any] | None = None,
-    options: SaveOptions | Mapping[str, Any] = _DEFAULT,
-    overwrite: bool = False,
-    progress: Progress = None,
-) -> str:
-    """Save `tree` to `path`, atomically and durably. On any error the previous checkpoint is left intact.
+def carry_out(save: Save, progress: Progress = None, meter: Meter = SILENT) -> None:
+    """Write the tree and commit it. On any error the previous checkpoint is left intact, and all processes hear of
+    it."""
+    with ExitStack() as stack, told_to_all(save.hosts):
+        stack.callback(save.turn.end)
+        limit = save.options.timeout
+        stack.enter_context(within(limit, f"SaveOptions(timeout={limit})"))
+        save.format = save.new_format()
+        if progress is not None:
+            total = sum(map(save.format.own_nbytes, save.sources))
+            meter = stack.enter_context(metered(progress, total, "saving"))
+        save.prepare(stack)
+        receipt = save.write(meter)
+        save.commit(receipt)
 
-    tree        any pytree. Nobody may write to its numpy arrays meanwhile; `save_async` copies them
-    path        a directory, which holds one tree for each prefix, or one file if it ends in ".safetensors". "~" and
-                file:// URLs are understood, and those of buckets: s3://, gs://, az:// and others
-    prefix      the name of the tree in the directory
-    format      "safetensors", or "tensorstore" for zarr arrays
-    metadata    a dict of plain values that `inspect` gives back; arrays without axes become plain numbers
-    options     a `SaveOptions`, or a dict of its fields
-    overwrite   replace a ".safetensors" file that another program wrote. Checkpoints of eformer are replaced without
-                this; files of other programs in a directory never are
-    progress    True for a bar on standard error; or a function that is called with the bytes of leaves written so far
-                and in all, several times a second, from any thread. If it raises, the save fails with that error
 
-    Several processes all make this call, with the same tree and a directory that all see. Each writes its own part of
-    arrays that lie on devices of several. Arrays and metadata that each process has for itself (numpy arrays, arrays on
-    its own devices) are stored as the first process has them.
+class Compared(Struct):
+    """The values that the processes of one save compare with each other.
 
-    Returns the path as text.
-
-    Example:
-        >>> checkpoint.save({"params": params, "step": 100}, "run/step-100")
-        'run/step-100'
+    Replicas must be the same: if they differ, the processes are at different steps or have diverged, and the checkpoint
+    would be a mixture. Arrays that each process has for itself, which are in the hash `own`, may differ.
     """
-    refuse_swapped(tree, path, "save(tree, path)")
-    options = options_from(options)
-    with held_back(), within(options.timeout, f"SaveOptions(timeout={options.timeout})"):
-        save = start(
-            tree, path, prefix=prefix, format=format, metadata=metadata, options=options, overwrite=overwrite
-        )
-        carry_out(save, progress)
-    return os.fspath(path)
+
+    replicas: list[Source]
+    own: Hasher
 
 
-def save_async(
-    tree: Any,
-    path: str | os.PathLike[str],
-    *,
-    prefix: str | None = None,
-    format: Format = "safetensors",  # noqa: A002
-    metadata: Mapping[str, Any] | None = None,
-    options: SaveOptions | Mapping[str, Any] = _DEFAULT,
-    overwrite: bool = False,
-) -> Pending:
-    """Save like `save`, but return as soon as the caller may donate or change every array of the tree.
+@dataclass(slots=True)
+class Save:
+    """A save that no longer needs its caller: `sources` hold the arrays until they are planned, and are empty then.
 
-    The arguments are those of `save`. Saves to one path are committed in the order of the calls. `Pending.result`
-    waits for the save and raises its error; the program does not end before the save has finished.
-
-    Example:
-        >>> pending = checkpoint.save_async(state, "run/step-200")
-        >>> state = train_step(state, batch)
-        >>> pending.result()
-        'run/step-200'
+    store, file     where to: a directory, or a file in one
+    tree            the record, without files and leaves
+    compared        the values that several processes compare with each other
+    before          the saves under way, when this one was called, to the place whose leaves it may use again
+    has_index       False for arrays that shall look like those of any other program
+    overwrite       replace a file even if eformer did not write it
+    whole_files     use a file again only if all leaves in it are unchanged, so that other programs can open it
+    late            returns more metadata, as JSON, when the save is committed, given the `part` of every process
+    part            the metadata that this process adds, such as its place in the data
+    fence           is called right before the commit: if it raises, nothing is committed
     """
-    refuse_swapped(tree, path, "save_async(tree, path)")
-    with held_back() as block:
-        pending = Pending(os.fspath(path))
-        block.otherwise = pending.give_up
-        save = start(
-            tree,
-            path,
-            prefix=prefix,
-            format=format,
-            metadata=metadata,
-            options=options,
-            overwrite=overwrite,
-            detach=True,
-        )
-        run_in_background(save, pending)
-        return pending
 
+    store: Store
+    file: str
+    prefix: str
+    kind: Format
+    sources: list[Source]
+    tree: TreeEntry
+    options: SaveOptions
+    hosts: Hosts
+    turn: Turn
+    compared: Compared | None = None
+    before: Sequence[threading.Event] = ()
+    has_index: bool = True
+    overwrite: bool = False
+    whole_files: bool = False
+    late: Callable[[Sequence[bytes]], Mapping[str, Any]] | None = None
+    part: bytes = b""
+    fence: Callable[[], None] | None = None
+    format: WriteFormat = field(init=False)
+    upload: Upload = field(init=False)
 
-def start(
-    tree: Any,
-    path: str | os.PathLike[str],
-    *,
-    prefix: str | None = None,
-    format: Format = "safetensors",  # noqa: A002
-    metadata: Mapping[str, Any] | None = None,
-    options: SaveOptions | Mapping[str, Any] = _DEFAULT,
-    overwrite: bool = False,
-    detach: bool = False,
-    write_index: bool = True,
-    first: Callable[[Any], Any] | None = None,
-    hosts: Hosts | None = None,
-) -> Save:
-    """Prepare a save that only has to be carried out; with `detach` it needs nothing of the caller's any more.
+    @property
+    def threads(self) -> int:
+        return self.options.threads or min(default_threads(), _MOST_WRITERS)
 
-    Without an index, arrays lie there as if another program had written them. `first` is called on the tree: if it
-    raises, the save fails with that error, and other processes hear of it. `hosts` are the processes that save
-    together, if the caller knows better.
-    """
-    options = options_from(options)
-    hosts = hosts or _hosts.current("saves", options.processes, options.timeout)
-    with told_to_all(hosts):
-        _check_format(format, options, write_index=write_index)
-        remember(path, options.store_options)
-        tree = first(tree) if first else tree
-        store, file = place_of(path, format)
-        if hosts.count > 1 and file:
-            raise ValueError(f"{store.path_to(file)}: several processes save to a directory, not to one file")
-        _check_prefix(prefix)
-        options = _with_checked_reuse(options, store, file)
-        if options.dtype is not None:
-            options = dataclasses.replace(options, dtype=floating_dtype(options.dtype))
-        recorded = metadata_to_json(metadata)
+    def new_format(self) -> WriteFormat:
+        """Make the format of this save, by the id that its tree has."""
+        several, process = self.hosts.count > 1, self.hosts.index
+        save_id, block = self.tree.save_id, self.tree.block
+        if self.kind == "tensorstore":
+            arrays = {s.name: Listed(array_path(s.name), s.shape, s.dtype) for s in self.sources}
+            return ZarrArrays(
+                self.prefix, save_id, block, self.options, arrays, self.has_index, several, process
+            )
+        tensors = tensor_names(source.name for source in self.sources)
+        if self.file:
+            return SafetensorsFile(self.file, self.prefix, self.tree, tensors, self.overwrite)
+        limit = self.options.max_shard_bytes
+        return SafetensorsDirectory(self.prefix, save_id, block, tensors, limit, several, process)
+
+    # -------------------------------------------------------------------------------------- prepare
+
+    def prepare(self, stack: ExitStack) -> None:
+        """Begin the upload, which makes the place if it has no checkpoint yet. Refuse to replace files that are not a
+        checkpoint."""
+        self.upload = self.format.begin(self.store, is_first=not self.format.check_place(self.store))
+        stack.callback(self.upload.close)
+
+    # ---------------------------------------------------------------------------------------- write
+
+    def write(self, meter: Meter) -> Receipt:
+        """Write the part of the tree that this process has. Return its record: complete, synced, not yet visible."""
+        staging = Staging(self.options.staging_bytes)
+        sha256 = compute_sha256(self.sources, staging, self.threads) if self.options.checksums else {}
+        kept, files = self.plan(staging, sha256, meter)
+        # In the order of the tree, with the entries of leaves without elements, which no file may hold.
         with gc_paused():
-            leaves, structure = flatten(tree)
-            sources, values, compared = snapshot(leaves, options, hosts, detach=detach)
-        entry = new_tree(f"eformer {__version__}, jax {jax.__version__}", structure, recorded, values)
-        host = hosts.name(hosts.index)
-        interrupts.check()  # the last chance before others wait for this save
-        before = _saves_to_await(options, store, host)
-        turn = turns.take(store.at(file).key if file else store.key, host, in_background=detach)
-        return Save(
-            store,
-            file,
-            prefix or "",
-            format,
-            sources,
-            entry,
-            options,
-            hosts,
-            turn,
-            compared,
-            before,
-            has_index=write_index,
-            overwrite=overwrite,
-        )
+            leaves = {s.name: s.entry((), sha256.get(s.name)) if 0 in s.shape else None for s in self.sources}
+        self.sources.clear()  # from here on only the files hold the arrays, and release each as it is written
+        header = partial(self.format.header, sha256=sha256) if self.format.header_needs_digests else None
+        write(files, self.upload, self.tree.block, staging, threads=self.threads, meter=meter, header=header)
+        receipt = self.receipt(files, kept, leaves, sha256)
+        receipt.parts = [self.part]
+        return receipt
 
-
-def place_of(path: str | os.PathLike[str], format: Format) -> tuple[Store, str]:  # noqa: A002
-    """Return the directory to save to and ""; or the directory of a file, and its name."""
-    store, name = locate(absolute(path))
-    refuse_other_suffix(name, format)
-    if format == "safetensors" and name.endswith(SUFFIX) and name != SUFFIX:
-        return resolved(store)[0], name
-    return store.at(name) if name else store, ""
-
-
-def refuse_swapped(tree: Any, path: Any, call: str) -> None:
-    """Refuse a path in the place of the tree. A tree that is text is one, as long as there is a path as well."""
-    if isinstance(tree, (str, os.PathLike)) and not isinstance(path, (str, bytes, os.PathLike)):
-        raise TypeError(f"{call}: the arguments are swapped; the path is {tree!r}")
-
-
-def _check_format(format: str, options: SaveOptions, *, write_index: bool) -> None:  # noqa: A002
-    if not write_index and format != "tensorstore":
-        raise ValueError(f"write_index=False is for the format 'tensorstore'; {format} needs its manifest")
-    if format not in get_args(Format):
-        raise ValueError(f"unknown format {format!r}; this version writes {get_args(Format)}")
-    if format != "tensorstore":
-        for name in ("max_chunk_bytes", "compression", "ocdbt"):
-            if getattr(options, name):
-                raise ValueError(
-                    f"SaveOptions.{name} is for the format 'tensorstore'; {format} has no such thing"
+    def plan(
+        self, staging: Staging, sha256: Mapping[str, str], meter: Meter
+    ) -> tuple[Kept, list[PlannedFile]]:
+        """Decide which files are kept of an earlier save, and which are written."""
+        kept, groups = Kept(), [self.sources]
+        earlier = self._earlier() if self.options.reuse else None
+        if self.kind == "safetensors" and self.options.reuse and self.hosts.count == 1:
+            if earlier:
+                barred = self.format.read_index(self.store).barred
+                kept, groups = keep_files(
+                    earlier, self.sources, self.upload, staging, self.threads, barred, whole=self.whole_files
                 )
+            groups = [some for group in groups for some in apart(group)]
+            meter.add(kept.nbytes)
+        with gc_paused():
+            files = self.format.layout(groups, sha256)
+        if self.kind == "tensorstore" and earlier:
+            meter.add(keep_chunks(earlier, files, self.upload, staging, self.threads))
+        return kept, files
 
+    def _earlier(self) -> Earlier | None:
+        """Find the checkpoint that this save may take leaves from, if there is one."""
+        reuse = self.options.reuse
+        if self.kind == "safetensors" and self.hosts.count > 1:
+            logger.warning(
+                "reuse: several processes write all leaves to safetensors files: %s", self.store.url
+            )
+            return None
+        turns.wait(self.before)
+        place = self.store.url if reuse is True else os.fspath(reuse or "")
+        return find_earlier(place, self.prefix, self.kind, self.tree.block, to=self.store)
 
-def _with_checked_reuse(options: SaveOptions, store: Store, file: str) -> SaveOptions:
-    """Refuse what is not there, or cannot be done: better now than after a day of writing everything."""
-    if options.reuse is None or options.reuse is False:
-        return dataclasses.replace(options, reuse=False)
-    if file:
-        raise ValueError(f"SaveOptions.reuse is for directories; {store.path_to(file)} is one file")
-    if isinstance(options.reuse, bool):
-        return options
-    place = absolute(options.reuse)
-    earlier, name = locate(place)
-    is_there = not name or earlier.exists(name)
-    if not is_there and not turns.are_awaited(store_at(place).key):
-        raise NotFoundError(f"SaveOptions.reuse: no checkpoint at {place}")
-    return dataclasses.replace(options, reuse=place)
+    def receipt(
+        self,
+        files: Sequence[PlannedFile],
+        kept: Kept,
+        leaves: Mapping[str, LeafEntry | None],
+        sha256: Mapping[str, str],
+    ) -> Receipt:
+        """Record the files that were written, and those that are kept. `leaves` gives the order."""
+        with gc_paused():
+            found = leaf_entries(files, sha256)
+            if kept.leaves:
+                found |= kept.entries(len(files), sha256)
+            entries = {
+                name: found[name] if entry is None else found.get(name, entry)
+                for name, entry in leaves.items()
+            }
+            return Receipt([*data_files(files), *kept.files], entries)
 
+    # --------------------------------------------------------------------------------------- commit
 
-def _saves_to_await(options: SaveOptions, store: Store, host: str) -> list[threading.Event]:
-    """Return the saves under way to the place whose leaves this one may use again."""
-    if not options.reuse:
-        return []
-    return turns.under_way(store.key if options.reuse is True else store_at(options.reuse).key, host)
+    def commit(self, receipt: Receipt) -> None:
+        """Make the tree, whose files are complete and synced, the checkpoint of its prefix."""
+        tree = self.recorded(receipt)
+        if self.late:
+            metadata = {**tree.raw_metadata, **self.late(receipt.parts)}
+            tree = msgspec.structs.replace(tree, raw_metadata=metadata)
+        self.turn.wait()
+        self.upload.commit(Commit(self, tree, self.format.index_name, tree.save_id))
 
-
-def _check_prefix(prefix: str | None) -> None:
-    """Files are named by it."""
-    if prefix is not None and not isinstance(prefix, str):
-        raise TypeError(f"prefix={prefix!r}: a prefix is text")
-    try:
-        nbytes = len(base_name(prefix or "").encode())
-        (prefix or "").encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"prefix={prefix!r} is no text that can be stored: {error}") from error
-    if nbytes > _MAX_PREFIX_BYTES:
-        raise ValueError(
-            f"prefix={prefix[:40] if prefix else prefix!r}... is too long: {nbytes} bytes in a file name"
-        )
+    def recorded(self, receipt: Receipt) -> TreeEntry:
+        """Return the tree as the manifest has it."""
+        with gc_paused():
+            leaves = encode_leaves(receipt.leaves)
+        return msgspec.structs.replace(self.tree, files=tuple(receipt.files), raw_leaves=leaves)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,12 +18,11 @@ from eformer._engine.record.planned import Source
 from eformer._engine.record.regions import Region, to_bytes
 from eformer._engine.record.text import few
 from eformer._engine.record.values import code_to_json, is_recorded, value_to_json
-from eformer._engine.saving.agreement import Compared
+from eformer._engine.saving.save import Compared
 from eformer._engine.tasks import interrupts
 from eformer._engine.trees.copies import Kinds, copied
-from eformer._engine.trees.devices import PACKED, is_host_memory, view_of
-from eformer._engine.trees.functions import is_code
-from eformer._engine.trees.host_copies import copier
+from eformer._engine.trees.devices import PACKED, copier, is_host_memory, view_of
+from eformer._engine.trees.nodes import is_code
 from eformer._engine.trees.shardings import recorded_sharding
 from eformer.errors import LeafError
 
@@ -80,7 +80,8 @@ def snapshot(
                 raise _deleted_error(leaves) from None
             error.add_note(f"while saving leaf {name!r}, a {kind.__name__}")
             raise
-    reader.detach_all(sources + reader.replicas)
+    if detach:
+        reader.detach_all(sources + reader.replicas)
     return sources, values, Compared(reader.replicas, reader.own)
 
 
@@ -95,7 +96,6 @@ class _Reader:
         self.copied: dict[Any, _CopiedKind | None] = {}
         self.small: dict[tuple[int, Any], _Small] = {}
         self.cuts: dict[Any, _Cut] = {}
-        self.wholes: dict[tuple[int, ...], Region] = {}
         self.written = np.zeros(hosts.count, np.int64)
         self.own = Hasher()
         self.replicas: list[Source] = []
@@ -146,7 +146,7 @@ class _Reader:
         shape = array.shape
         home = "weak" if array.weak_type and dtype == array.dtype.name else "jax"  # a cast makes it strong
         if place == "device" and self.hosts.count == 1:
-            whole = self.whole(shape)
+            whole = _whole(shape)
             return Source(name, dtype, shape, home, key, sharding, None, [(whole, array)], (whole,), shape)
         if place == "memory" and not is_packed:
             if self.hosts.count > 1 and array.nbytes <= _COMPARED_BYTES and sharding is None:
@@ -179,13 +179,6 @@ class _Reader:
 
     def stored(self, dtype: str) -> str:
         return self.dtype if self.dtype and is_floating(dtype) else dtype
-
-    def whole(self, shape: tuple[int, ...]) -> Region:
-        """Return the region of a whole array; cached, because most arrays of a tree have one of a few shapes."""
-        found = self.wholes.get(shape)
-        if found is None:
-            found = self.wholes[shape] = Region.whole(shape)
-        return found
 
     def small_kind(self, array: Any, where: Any) -> _Small | None:
         """Return what arrays like this one have in common, if they are small, on the CPU and stored as they are."""
@@ -254,7 +247,7 @@ class _Reader:
     def detach_all(self, sources: list[Source]) -> None:
         """Replace all arrays on accelerators by copies, made in one call."""
         arrays = [a for source in sources for _, a in source.parts if isinstance(a, jax.Array)]
-        if not self.detach or not arrays:
+        if not arrays:
             return
         kinds = Kinds(arrays)
         if self.where == "host" or (self.where == "auto" and not _have_room(kinds.nbytes())):
@@ -267,6 +260,9 @@ class _Reader:
             for number, (region, array) in enumerate(parts):
                 if isinstance(array, jax.Array):
                     parts[number] = (region, next(copies))
+
+
+_whole = lru_cache(1024)(Region.whole)  # most arrays of a tree have one of a few shapes
 
 
 def _where(sharding: Any) -> Any:
@@ -403,3 +399,53 @@ def owners(
         written[owner] += nbytes
         chosen.append(owner)
     return chosen
+
+
+# ------------------------------------------------------------------------------------------ metadata
+
+
+def metadata_to_json(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return metadata as JSON. Arrays without axes become plain numbers. One error names every key that cannot be
+    stored."""
+    recorded: dict[str, Any] = {}
+    problems = []
+    for name, value in dict(metadata or {}).items():
+        try:
+            recorded[name] = _recorded_metadata(name, value)
+        except LeafError as error:
+            problems.append(f"metadata {name!r}: {error}")
+    if problems:
+        raise LeafError(few(problems))
+    return recorded
+
+
+def _recorded_metadata(name: object, value: Any) -> Any:
+    if type(name) is not str:
+        raise LeafError(f"a key is text, not a {type(name).__name__}")
+    json = value_to_json(_with_plain_numbers(value))
+    if not is_recorded(json):
+        raise LeafError(f"a {type(value).__name__} cannot be stored; use plain values")
+    return json
+
+
+def _with_plain_numbers(value: Any) -> Any:
+    """Return a value with plain numbers in place of arrays without axes and of numpy's scalars."""
+    if isinstance(value, dict):
+        return {key: _with_plain_numbers(inner) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_with_plain_numbers, value))
+    if isinstance(value, (np.ndarray, np.generic, jax.Array)):
+        return _number(value)
+    return value
+
+
+def _number(array: Any) -> Any:
+    if isinstance(array, jax.core.Tracer):
+        raise LeafError("a traced value has no number; save outside of jit, grad and vmap")
+    if array.shape or not isinstance(array.dtype, np.dtype):
+        raise LeafError(
+            f"an array {array.dtype}{list(array.shape)} is not a number; save it as a leaf of the tree"
+        )
+    if isinstance(array, jax.Array) and array.is_deleted():
+        raise LeafError("the array was deleted, probably donated to a jitted function")
+    return array.item()

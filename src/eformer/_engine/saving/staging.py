@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,12 @@ import msgspec
 import numpy as np
 
 from eformer._engine.record.planned import LazyArray
+from eformer._engine.record.regions import contiguous
 from eformer._engine.tasks import interrupts
 from eformer._engine.trees.devices import staged
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from eformer._engine.record.planned import ArrayBox, Source
     from eformer._engine.record.regions import Region
@@ -24,9 +26,6 @@ if TYPE_CHECKING:
 def released(source: Source) -> Source:
     """Return the leaf without its array."""
     return msgspec.structs.replace(source, whole=None, parts=())
-
-
-# ------------------------------------------------------------------------------------------- staging
 
 
 _CPU_BATCH_BYTES = 8 * 2**20
@@ -63,6 +62,15 @@ class Staging:
             self.release(nbytes)
             raise
 
+    @contextmanager
+    def reading(self, source: Source, region: Region) -> Iterator[np.ndarray[Any, Any]]:
+        """Yield the elements of a box of a leaf in C order. Their memory is released after the block."""
+        boxes, held = self.fetch(source.boxes, region)
+        try:
+            yield contiguous(boxes, region, source.dtype)
+        finally:
+            self.release(held)
+
     def _has_room(self, nbytes: int) -> bool:
         return self.used == 0 or self.used + nbytes <= self.budget
 
@@ -90,6 +98,3 @@ def on_host(array: Any, region: Region) -> np.ndarray[Any, Any]:
         return array.read(region)
     array.block_until_ready()  # a slice is a program, and a copy in host memory may still be on its way
     return staged(array if region.shape == array.shape else array[region.slices])
-
-
-# ------------------------------------------------------------------------------------------- bytes

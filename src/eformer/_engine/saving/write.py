@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from eformer._engine.saving.staging import Staging
     from eformer._engine.stores.base import Sink, Upload
     from eformer._engine.tasks.progress import Meter
+
+    _Write = Callable[[Any, int], None]
 
 # One write: large enough for the disk, small enough to stay in the processor's cache.
 _WRITE_BYTES = 4 * 2**20
@@ -48,21 +51,19 @@ def write(
     """
     nbytes = sum(file.nbytes for file in files if not file.is_there)
     upload.nbytes = nbytes
+    if nbytes <= block:
+        threads = min(threads, len(files))  # more would find nothing to do
     run_all(_Writer(upload, block, staging, meter, header).tasks(files), threads)
     upload.sync()
 
 
+@dataclass(frozen=True, slots=True)
 class _Writer:
-    def __init__(
-        self,
-        upload: Upload,
-        block: int,
-        staging: Staging,
-        meter: Meter,
-        header: Callable[[PlannedFile], bytes] | None,
-    ) -> None:
-        self.upload, self.block, self.staging, self.meter = upload, block, staging, meter
-        self.header = header
+    upload: Upload
+    block: int
+    staging: Staging
+    meter: Meter
+    header: Callable[[PlannedFile], bytes] | None
 
     def tasks(self, files: Iterable[PlannedFile]) -> Iterator[Callable[[], None]]:
         small: list[PlannedFile] = []
@@ -80,6 +81,8 @@ class _Writer:
                 yield partial(self.put_whole, file)
             elif self.upload.takes == "streams":
                 yield partial(self.stream, file)
+            elif file.nbytes <= self.block:
+                yield partial(self.put_extents, file)
             else:
                 yield from self.pieces_of(file)
         if small:
@@ -105,14 +108,18 @@ class _Writer:
         self.upload.put(data)
         self.meter.add(nbytes)
 
+    def put_extents(self, file: PlannedFile) -> None:
+        """Write a file that is too small to share among threads."""
+        sink = self.upload.create(file.name, file.nbytes)
+        for task in self.extent_tasks(file, sink.write, self.meter):
+            task()
+        self.finish(file, sink)
+
     def put_whole(self, file: PlannedFile) -> None:
         """Write a chunk that is encoded, or goes into a database: both take it as a whole."""
         (extent,) = file.extents
-        boxes, held = self.staging.fetch(extent.source.boxes, extent.box)
-        try:
-            data = bytes(bytes_of(contiguous(boxes, extent.box, extent.source.dtype)))
-        finally:
-            self.staging.release(held)
+        with self.staging.reading(extent.source, extent.box) as array:
+            data = bytes(bytes_of(array))
         extent.source = released(extent.source)
         if not extent.coding:
             _digest_pieces(extent, data, self.block)
@@ -136,10 +143,11 @@ class _Writer:
     def chunks_of(self, file: PlannedFile, meter: Meter) -> Iterator[Any]:
         """Yield the bytes of a file in their order, and set their digests on the way."""
         yield file.header
-        caught, at = _Caught(), len(file.header)
-        for task in self.extent_tasks(file, caught, meter):
+        written: list[tuple[Any, int]] = []
+        at = len(file.header)
+        for task in self.extent_tasks(file, lambda *what: written.append(what), meter):
             task()
-            data, offset = caught.written
+            data, offset = written.pop()
             if offset > at:
                 yield bytes(offset - at)
             yield data
@@ -153,7 +161,7 @@ class _Writer:
         """Write small neighbours together and large boxes piece by piece; the last task closes the file."""
         sink = self.upload.create(file.name, file.nbytes)
         last = Countdown(partial(self.finish, file, sink))
-        for task in self.extent_tasks(file, sink, self.meter):
+        for task in self.extent_tasks(file, sink.write, self.meter):
             yield last.after(task)
         yield last.close
 
@@ -164,9 +172,10 @@ class _Writer:
             sink.write(file.header, 0)
         sink.close()
 
-    def extent_tasks(self, file: PlannedFile, sink: _BytesSink, meter: Meter) -> Iterator[Callable[[], None]]:
+    def extent_tasks(self, file: PlannedFile, write: _Write, meter: Meter) -> Iterator[Callable[[], None]]:
         """Write the extents in their order, each task some neighbours or a part of one, by one write."""
-        counted, start = _Counted(sink, meter), len(file.header)
+        start = len(file.header)
+        counted = write if meter is SILENT else _counting(write, meter)
         small: list[PlannedExtent] = []
         room = self.block
         for extent in file.extents:
@@ -186,30 +195,14 @@ class _Writer:
             yield partial(_write_small, counted, start, small)
 
 
-class _BytesSink(Protocol):
-    def write(self, data: Any, offset: int) -> None: ...
+def _counting(write: _Write, meter: Meter) -> _Write:
+    """Report bytes as they are written."""
 
+    def count(data: Any, offset: int) -> None:
+        write(data, offset)
+        meter.add(len(data))
 
-class _Counted:
-    """A file whose bytes are reported as they are written."""
-
-    __slots__ = ("_meter", "_sink")
-
-    def __init__(self, sink: _BytesSink, meter: Meter) -> None:
-        self._sink, self._meter = sink, meter
-
-    def write(self, data: Any, offset: int) -> None:
-        self._sink.write(data, offset)
-        self._meter.add(len(data))
-
-
-class _Caught:
-    """Holds what a task has written last."""
-
-    written: tuple[Any, int]
-
-    def write(self, data: Any, offset: int) -> None:
-        self.written = data, offset
+    return count
 
 
 def _is_small(file: PlannedFile, block: int) -> bool:
@@ -242,41 +235,37 @@ def small_bytes(extent: PlannedExtent) -> bytes:
     return data
 
 
-def _write_small(sink: _BytesSink, start: int, extents: Sequence[PlannedExtent]) -> None:
-    sink.write(b"".join(map(small_bytes, extents)), start + extents[0].offset)
+def _write_small(write: _Write, start: int, extents: Sequence[PlannedExtent]) -> None:
+    write(b"".join(map(small_bytes, extents)), start + extents[0].offset)
 
 
-def _write_packed(sink: _BytesSink, start: int, extent: PlannedExtent, staging: Staging) -> None:
+def _write_packed(write: _Write, start: int, extent: PlannedExtent, staging: Staging) -> None:
     """Write four-bit numbers, two to a byte."""
-    boxes, held = staging.fetch(extent.source.boxes, extent.box)
-    try:
-        data = pack_nibbles(contiguous(boxes, extent.box, extent.source.dtype))
+    with staging.reading(extent.source, extent.box) as array:
+        data = pack_nibbles(array)
         extent.digests[0] = xxh3_128(data)
-        sink.write(data, start + extent.offset)
-    finally:
-        staging.release(held)
+        write(data, start + extent.offset)
     extent.source = released(extent.source)
 
 
 def _piece_tasks(
-    sink: _BytesSink, start: int, extent: PlannedExtent, block: int, staging: Staging
+    write: _Write, start: int, extent: PlannedExtent, block: int, staging: Staging
 ) -> Iterator[Callable[[], None]]:
     """Write a large box, a few pieces to a task."""
     itemsize = extent.source.itemsize
-    inside = shifted(pieces(extent.box.shape, itemsize, block), extent.box.start)
     offset, number = start + extent.offset, 0
-    for group in joined(inside, itemsize, max(block, staging.batch_bytes(extent.source.parts))):
+    for group in _groups(extent, block, staging):
         boxes, held = staging.fetch(extent.source.boxes, bounding(group))
         lease = Countdown(partial(staging.release, held), len(group))
         for run in joined(group, itemsize, max(block, _WRITE_BYTES)):
-            yield partial(_write_run, sink, extent, number, boxes, run, offset, lease)
+            yield partial(_write_run, write, extent, number, boxes, run, offset, lease)
             offset += itemsize * sum(region.size for region in run)
             number += len(run)
     extent.source = released(extent.source)  # the tasks hold what they need, and let go of it one by one
 
 
 def _write_run(
-    sink: _BytesSink,
+    write: _Write,
     extent: PlannedExtent,
     number: int,
     boxes: Sequence[ArrayBox],
@@ -292,7 +281,7 @@ def _write_run(
             stop = at + region.size * itemsize
             extent.digests[number] = xxh3_128(data[at:stop])
             at, number = stop, number + 1
-        sink.write(data, offset)  # right after its digests, while it is in the cache
+        write(data, offset)  # right after its digests, while it is in the cache
     finally:
         lease.count_down(len(run))
 
@@ -302,15 +291,20 @@ def _write_run(
 
 def digests_of(extent: PlannedExtent, block: int, staging: Staging) -> Iterator[str]:
     """Compute the digests of a box's pieces, each when it is asked for."""
-    itemsize, dtype = extent.source.itemsize, extent.source.dtype
-    inside = shifted(pieces(extent.box.shape, itemsize, block), extent.box.start)
-    for group in joined(inside, itemsize, max(block, staging.batch_bytes(extent.source.parts))):
+    for group in _groups(extent, block, staging):
         boxes, held = staging.fetch(extent.source.boxes, bounding(group))
         try:
             for region in group:
-                yield xxh3_128(bytes_of(contiguous(boxes, region, dtype)))
+                yield xxh3_128(bytes_of(contiguous(boxes, region, extent.source.dtype)))
         finally:
             staging.release(held)
+
+
+def _groups(extent: PlannedExtent, block: int, staging: Staging) -> Iterator[Sequence[Region]]:
+    """Group the pieces of a box by what is fetched at once."""
+    itemsize = extent.source.itemsize
+    inside = shifted(pieces(extent.box.shape, itemsize, block), extent.box.start)
+    return joined(inside, itemsize, max(block, staging.batch_bytes(extent.source.parts)))
 
 
 def _digest_pieces(extent: PlannedExtent, data: bytes, block: int) -> None:
@@ -343,11 +337,8 @@ def compute_sha256(sources: Sequence[Source], staging: Staging, threads: int) ->
 def elements_of(source: Source, staging: Staging) -> Iterator[memoryview]:
     """Read the elements of a leaf in their order, as bytes, a little at a time."""
     for region in pieces(source.shape, source.itemsize, staging.batch_bytes(source.parts)):
-        boxes, held = staging.fetch(source.boxes, region)
-        try:
-            yield bytes_of(contiguous(boxes, region, source.dtype))
-        finally:
-            staging.release(held)
+        with staging.reading(source, region) as array:
+            yield bytes_of(array)
 
 
 def bytes_of(array: np.ndarray[Any, Any]) -> memoryview:

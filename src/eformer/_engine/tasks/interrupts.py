@@ -15,8 +15,9 @@ import sys
 import threading
 import time
 from concurrent import futures
+from contextlib import suppress
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 if TYPE_CHECKING:
@@ -182,6 +183,28 @@ def let_through(call: Callable[[], T]) -> T:
         return result
     finally:
         block.lets_through = before
+
+
+_MARK = "_eformer_is_of_caller"
+
+
+def called(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of the caller: let it be interrupted by Ctrl-C, and mark the error that it raises.
+
+    A FileNotFoundError of a callback, say, looks like that of a missing file of the checkpoint, and would be taken for
+    damage.
+    """
+    try:
+        return let_through(partial(function, *arguments))
+    except Exception as error:
+        with suppress(Exception):  # an error of any class, which may refuse attributes
+            setattr(error, _MARK, True)
+        raise
+
+
+def is_of_caller(error: BaseException) -> bool:
+    """Tell whether a function of the caller has raised an error."""
+    return getattr(error, _MARK, False) is True
 
 
 def result_of(future: futures.Future[T], timeout: float | None = None) -> T:

@@ -1,16 +1,24 @@
-"""Report the progress of a long call to a bar or a callback."""
+"""Report the progress of a long call to a callback, or to a bar on a terminal or in a notebook.
+
+Errors of drawing a bar are ignored.
+"""
 
 from __future__ import annotations
 
+import html
+import io
 import math
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TextIO
 
-from eformer._engine.tasks.bars import progress_bar
-from eformer._engine.tasks.callers import called
+from eformer._engine.record.text import size
+from eformer._engine.tasks.interrupts import called
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,13 +98,122 @@ def is_wanted(progress: Progress) -> bool:
 def metered(progress: Progress, total: int, what: str) -> Iterator[Meter]:
     """Yield a meter that reports to `progress`, and report the total on success. Errors of the callback are raised."""
     if not is_wanted(progress):
-        context: AbstractContextManager[ProgressCallback | None] = nullcontext()
-    else:
-        context = nullcontext(progress) if callable(progress) else progress_bar(total, what)
-    with context as callback:
+        yield SILENT
+        return
+    bar: AbstractContextManager[ProgressCallback] = (
+        nullcontext(progress) if callable(progress) else progress_bar(total, what)
+    )
+    with bar as callback:
         meter = Meter(total, callback)
         try:
             yield meter
             meter.end()
         except _CallbackError as raised:
             raise raised.error from raised.error.__cause__
+
+
+# ---------------------------------------------------------------------------------------------- bars
+
+
+@contextmanager
+def progress_bar(total: int, what: str) -> Iterator[Callable[[int, int], None]]:
+    """Draw a progress bar, and yield the function that updates it with the bytes done and the total."""
+    bar: Any = None
+    is_broken = False
+    with suppress(Exception):
+        bar = _Notebook(what) if _is_notebook() else _Terminal(total, what)
+
+    def update(done: int, total: int) -> None:
+        nonlocal is_broken
+        try:
+            if bar and not is_broken:
+                bar.update(done, total)
+        except Exception:  # noqa: BLE001  such as a terminal that was closed
+            is_broken = True
+
+    try:
+        yield update
+    finally:
+        with suppress(Exception):
+            if bar:
+                bar.close()
+
+
+def _is_notebook() -> bool:
+    shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
+    return bool(shell) and hasattr(shell, "kernel")
+
+
+class _Terminal:
+    """A bar on standard error, so that piped output stays clean."""
+
+    def __init__(self, total: int, what: str) -> None:
+        from rich.console import Console  # late: importing rich takes a while
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import TransferSpeedColumn as Speed
+
+        class Quiet(Console):
+            def on_broken_pipe(self) -> None:
+                """Raise instead of ending the program, as rich would."""
+                raise BrokenPipeError
+
+        self._file = _unbuffered(sys.stderr)
+        left = TimeRemainingColumn(compact=True, elapsed_when_finished=True)
+        # Redirect the program's own output only if it shares a terminal with the bar.
+        is_shared = sys.stdout is not None and sys.stdout.isatty()
+        self._bars = Progress(
+            *(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), Speed(), left),
+            console=Quiet(file=self._file),
+            redirect_stdout=is_shared,
+            redirect_stderr=is_shared,
+        )
+        self._task = self._bars.add_task(what, total=total)
+        try:
+            self._bars.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def update(self, done: int, total: int) -> None:
+        self._bars.update(self._task, completed=done)
+
+    def close(self) -> None:
+        try:
+            self._bars.stop()
+        finally:
+            if self._file is not sys.stderr:
+                self._file.close()
+
+
+def _unbuffered(stream: TextIO) -> TextIO:
+    """Return a stream to the same place that keeps nothing back.
+
+    Text that could not be written would stay in the buffer of standard error, and fail the program when it exits.
+    """
+    try:
+        raw: Any = io.FileIO(os.dup(stream.fileno()), "w")
+    except (OSError, AttributeError, ValueError):  # not a file, as in some notebooks
+        return stream
+    return io.TextIOWrapper(raw, encoding=stream.encoding, errors=stream.errors, write_through=True)
+
+
+class _Notebook:
+    """A bar of HTML below the cell. Needs only IPython, which a notebook has."""
+
+    def __init__(self, what: str) -> None:
+        display = import_module("IPython.display")  # not a dependency
+        self._html, self._what, self._start = display.HTML, what, time.monotonic()
+        self._handle = display.display(self._html(self._text(0, 0)), display_id=True)
+
+    def update(self, done: int, total: int) -> None:
+        self._handle.update(self._html(self._text(done, total)))
+
+    def close(self) -> None:
+        """Leave the bar in the notebook."""
+
+    def _text(self, done: int, total: int) -> str:
+        took = max(time.monotonic() - self._start, 1e-6)
+        left = f", {took * (total - done) / done:.0f} s left" if 0 < done < total else f", {took:.1f} s"
+        style = "vertical-align: middle; width: 16em"
+        bar = f'<progress value="{done}" max="{max(total, 1)}" style="{style}"></progress>'
+        return f"{html.escape(self._what)} {bar} {size(done)} of {size(total)}, {size(done / took)}/s{left}"

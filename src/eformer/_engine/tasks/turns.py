@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from eformer._engine.tasks import interrupts
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Container, Iterable, Iterator
+    from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
 _PATIENCE = 60.0  # seconds
 _LOOK_AGAIN = 1.0  # seconds: a turn that ends by being collected wakes nobody
@@ -28,26 +28,23 @@ class _Turns:
 
     def reset(self) -> None:
         self._lock = threading.Lock()
-        self._under_way: dict[threading.Event, tuple[str, str]] = {}  # in the order of the calls
-        self._in_background: dict[threading.Event, str] = {}
+        # The place and the process of each, and whether it is in the background, in the order of the calls.
+        self._under_way: dict[threading.Event, tuple[str, str, bool]] = {}
         self._readers: dict[threading.Event, Collection[str]] = {}
 
     def take(self, key: str, host: str, *, in_background: bool = False) -> Turn:
-        turn = Turn(self, key)
         with self._lock:
-            turn.before = self.under_way(key, host)
-            self._under_way[turn.over] = (key, host)
-            if in_background:
-                self._in_background[turn.over] = key
+            turn = Turn(self, key, self.under_way(key, host))
+            self._under_way[turn.over] = (key, host, in_background)
         return turn
 
     def under_way(self, key: str, host: str) -> list[threading.Event]:
         """Return the saves to a place that are not over, to `wait` for."""
-        return [over for over, place in self._under_way.copy().items() if place == (key, host)]
+        return [over for over, place in self._under_way.copy().items() if place[:2] == (key, host)]
 
     def are_awaited(self, key: str) -> bool:
         """Tell whether a save to a place is under way."""
-        return any(where == key for where, _ in self._under_way.copy().values())
+        return any(where == key for where, *_ in self._under_way.copy().values())
 
     def wait(self, saves: Iterable[threading.Event]) -> None:
         """Wait until these saves are over."""
@@ -55,22 +52,18 @@ class _Turns:
             while over in self._under_way:
                 interrupts.wait(over.wait, _LOOK_AGAIN)
 
-    def forget(self, over: threading.Event) -> None:
-        """Remove a save. Take no lock: a finalizer calls this, in the middle of anything."""
-        self._in_background.pop(over, None)
-        self._under_way.pop(over, None)
-
     @property
     def has_background(self) -> bool:
         """Tell whether any save in the background is under way."""
-        return bool(self._in_background)
+        return any(in_background for *_, in_background in self._under_way.copy().values())
 
     def wait_for_background(self, keys: Container[str]) -> None:
         """Wait for the saves in the background to these places that are under way now.
 
         Saves in the foreground are not waited for: this may be a function that one of them calls.
         """
-        self.wait([over for over, key in self._in_background.copy().items() if key in keys])
+        saves = self._under_way.copy().items()
+        self.wait([over for over, (key, _, in_background) in saves if in_background and key in keys])
 
     @contextmanager
     def held_back(self, keys: Collection[str]) -> Iterator[None]:
@@ -87,28 +80,28 @@ class _Turns:
                 self._readers.pop(event, None)
             event.set()
 
-    def readers_of(self, key: str, inside: Collection[threading.Event]) -> list[threading.Event]:
-        """Return the readers that hold saves to a place back, except for those `inside` which the save was called."""
-        with self._lock:
-            return [event for event, keys in self._readers.items() if key in keys and event not in inside]
-
 
 class Turn:
     """A place in the queue of saves to one path. It ends when it is collected, if its save was stopped before it could
     `end` it, as by the handler of a timer that raises."""
 
-    def __init__(self, queue: _Turns, key: str) -> None:
-        self.over, self.before = threading.Event(), list[threading.Event]()
+    def __init__(self, queue: _Turns, key: str, before: Sequence[threading.Event]) -> None:
+        self.over, self.before = threading.Event(), before
         self._queue, self._key, self._inside = queue, key, _inside.get()
-        self._forget = weakref.finalize(self, queue.forget, self.over)
+        # It takes no lock: a finalizer may run in the middle of anything.
+        self._forget = weakref.finalize(self, queue._under_way.pop, self.over, None)
         self._forget.atexit = False
 
     def wait(self) -> None:
         """Wait for the saves before this one, and for readers that hold it back: for these a while only, since they may
-        wait for it themselves."""
-        self._queue.wait(self.before)
-        for reader in self._queue.readers_of(self._key, self._inside):
-            interrupts.wait(reader.wait, _PATIENCE)
+        wait for it themselves. Readers inside which the save was called are not waited for."""
+        if self.before:
+            self._queue.wait(self.before)
+        with self._queue._lock:
+            readers = [event for event, keys in self._queue._readers.items() if self._key in keys]
+        for reader in readers:
+            if reader not in self._inside:
+                interrupts.wait(reader.wait, _PATIENCE)
 
     def end(self) -> None:
         self._forget()

@@ -18,13 +18,13 @@ from eformer._engine.formats.find import look_at
 from eformer._engine.formats.others.peft import CONFIG, WEIGHTS, with_config
 from eformer._engine.formats.quantized import check_dequant
 from eformer._engine.formats.safetensors.names import SUFFIX, refuse_other_suffix
-from eformer._engine.processes.hosts import Alone
+from eformer._engine.processes.hosts import Hosts
 from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.options import SaveOptions
 from eformer._engine.record.rename import rules_from
 from eformer._engine.record.text import count, few, size
 from eformer._engine.saving.commit import new_tree
-from eformer._engine.saving.run import Save, carry_out
+from eformer._engine.saving.save import Save, carry_out
 from eformer._engine.saving.staging import Staging
 from eformer._engine.stores.base import publish
 from eformer._engine.stores.durable import make_directories, replacing
@@ -314,7 +314,7 @@ def _write_adapter(store: Store, tree: ConvertedTree, options: SaveOptions, mete
 def _save(
     around: Store, name: str, prefix: str, target: Any, converted: ConvertedTree, options: SaveOptions
 ) -> Save:
-    hosts, view = Alone(), converted.view
+    hosts, view = Hosts(), converted.view
     # Name the program that first wrote the checkpoint, before any conversion.
     writer = re.sub(r".*converted from ", "", view.tree.written_by) or view.format
     written_by = f"eformer {__version__}, converted from {writer}"

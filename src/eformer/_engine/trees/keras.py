@@ -7,7 +7,7 @@ import sys
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.trees.by_path import at, nested
+from eformer._engine.trees.nodes import at, nested
 from eformer.errors import StructureError
 
 if TYPE_CHECKING:

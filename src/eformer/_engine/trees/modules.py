@@ -160,23 +160,19 @@ def with_leaves(tree: Any, leaves: Sequence[Any], *, in_place: bool) -> Any:
 def _with_states(modules: Sequence[Any], leaves: Sequence[Any], in_place: bool) -> list[Any]:
     """Return the modules with states of these leaves."""
     states = with_leaves(_taken(modules), leaves, in_place=in_place)
-    done: list[Any] = [None] * len(modules)
-    for framework, positions in _by_framework(modules).items():
-        mine = [modules[position] for position in positions]
-        put = framework.put(mine, [states[position] for position in positions], in_place=in_place)
-        for position, module in zip(positions, put, strict=True):
-            done[position] = module
-    return done
+
+    def put(framework: Framework, positions: list[int]) -> Sequence[Any]:
+        mine, theirs = [modules[n] for n in positions], [states[n] for n in positions]
+        return framework.put(mine, theirs, in_place=in_place)
+
+    return _by_framework(modules, put)
 
 
 def _taken(modules: Sequence[Any]) -> list[Any]:
     """Return the state of each module as its framework has it; modules may be part of it."""
-    states: list[Any] = [None] * len(modules)
-    for framework, positions in _by_framework(modules).items():
-        taken = framework.take([modules[position] for position in positions])
-        for position, state in zip(positions, taken, strict=True):
-            states[position] = state
-    return states
+    return _by_framework(
+        modules, lambda framework, positions: framework.take([modules[n] for n in positions])
+    )
 
 
 def _modules_in(tree: Any) -> tuple[list[Any], Any, list[Any]]:
@@ -198,12 +194,16 @@ def _framework_of(kind: Any) -> Framework | None:
     return next((framework for framework in imported if framework.owns(kind)), None)
 
 
-def _by_framework(modules: Sequence[Any]) -> dict[Framework, list[int]]:
-    """Return the positions of the modules of each framework."""
+def _by_framework(modules: Sequence[Any], call: Callable[[Framework, list[int]], Sequence[Any]]) -> list[Any]:
+    """Call a function for each framework, with the positions of its modules; return the results by position."""
     found: dict[Framework, list[int]] = {}
     for position, module in enumerate(modules):
         kind: Any = type(module)
         framework = _framework_of(kind)
         assert framework is not None
         found.setdefault(framework, []).append(position)
-    return found
+    results: list[Any] = [None] * len(modules)
+    for framework, positions in found.items():
+        for position, result in zip(positions, call(framework, positions), strict=True):
+            results[position] = result
+    return results

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from eformer._engine.trees.by_path import at, nested
+from eformer._engine.trees.nodes import at, nested
 from eformer._engine.trees.shardings import AnnotatedShape
 
 if TYPE_CHECKING:

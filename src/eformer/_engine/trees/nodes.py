@@ -1,15 +1,18 @@
-"""One level of a pytree, as JAX sees it, and the trusted classes of nodes by name."""
+"""One level of a pytree, as JAX sees it; nested dicts by path; leaves that are code; trusted classes by name."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import sys
+import types
 from collections import OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from eformer.errors import StructureError
 
@@ -64,6 +67,54 @@ def plain_key(entry: Any) -> Any:
         if hasattr(entry, attribute):
             return getattr(entry, attribute)
     return jax.tree_util.keystr((entry,), simple=True)
+
+
+# ---------------------------------------------------------------------------------------- by path
+
+
+def nested(flat: Mapping[tuple[Any, ...], Any]) -> Any:
+    """Return values by path in nested dicts. A value whose path is empty is the whole tree."""
+    if list(flat) == [()]:
+        return flat[()]
+    tree: dict[Any, Any] = {}
+    for (*path, last), value in flat.items():
+        inner = tree
+        for key in path:
+            inner = inner.setdefault(key, {})
+        inner[last] = value
+    return tree
+
+
+def at(tree: Any, path: Sequence[Any]) -> Any:
+    """Return what is in nested dicts at a path."""
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+# ------------------------------------------------------------------------------------------- code
+
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, np.ufunc, type, functools._lru_cache_wrapper)
+
+# Leaves without a value: Equinox puts one in the place of each weight that another one is tied to.
+_PLACEHOLDERS = frozenset({("equinox.nn._shared", "SharedNode")})
+
+
+def is_code(leaf: Any) -> bool:
+    """Tell whether a leaf is a function, a class or a placeholder: nothing of it has to be stored, the code has it.
+
+    Of other objects that can be called, such as modules and bound methods, nobody knows what they hold.
+    """
+    if hasattr(leaf, "dtype"):
+        return False
+    if isinstance(leaf, types.BuiltinFunctionType):
+        return leaf.__self__ is None or isinstance(leaf.__self__, types.ModuleType)
+    if isinstance(leaf, functools.partial):
+        arguments = jax.tree.leaves((leaf.args, leaf.keywords))
+        return is_code(leaf.func) and not any(hasattr(argument, "dtype") for argument in arguments)
+    kind = type(leaf)
+    is_of_jax = callable(leaf) and kind.__module__.partition(".")[0] in ("jax", "jaxlib")  # jit, custom_jvp
+    return isinstance(leaf, _FUNCTIONS) or is_of_jax or (kind.__module__, kind.__qualname__) in _PLACEHOLDERS
 
 
 # -------------------------------------------------------------------------------------------- classes

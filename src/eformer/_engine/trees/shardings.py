@@ -13,21 +13,15 @@ from eformer._engine.record.manifest import RecordedSharding
 def recorded_sharding(sharding: Sharding) -> RecordedSharding | None:
     """Return the record of a sharding, or None if it is neither a mesh with a plain partition spec nor has a memory
     kind of its own."""
-    kind = _memory_kind(sharding)
+    device: Any = next(iter(sharding.addressable_devices), None)
+    is_default = device is None or sharding.memory_kind == device.default_memory().kind
+    kind = None if is_default else sharding.memory_kind
     if not isinstance(sharding, NamedSharding):
         return RecordedSharding((), {}, kind) if kind else None
     spec = tuple(sharding.spec)
     if not all(axes is None or isinstance(axes, (str, tuple)) for axes in spec):
         return None  # such as UNCONSTRAINED
     return RecordedSharding(spec, dict(sharding.mesh.shape), kind)
-
-
-def _memory_kind(sharding: Sharding) -> str | None:
-    """Return the kind of memory that a sharding names, if it is not the default of its devices."""
-    device: Any = next(iter(sharding.addressable_devices), None)
-    if device is None or sharding.memory_kind == device.default_memory().kind:
-        return None
-    return sharding.memory_kind
 
 
 class AnnotatedShape(jax.ShapeDtypeStruct):

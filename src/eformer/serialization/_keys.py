@@ -1,4 +1,4 @@
-"""Dotted paths of leaves, and other helpers for trees in the documented API."""
+"""Name the leaves of a tree by their dotted paths, as the documented API does."""
 
 from __future__ import annotations
 

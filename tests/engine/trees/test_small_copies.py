@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.layout import Format, Layout
 
-from eformer._engine.trees import host_copies
+from eformer._engine.trees import devices
 
 OPAQUE = ["bfloat16", "float8_e4m3fn", "float8_e5m2"]  # numpy has no buffer format for them
 DTYPES = [*OPAQUE, "bool", "uint8", "int8", "int32", "float16", "float32", "complex64"]
@@ -22,20 +22,20 @@ def array_of(dtype: str, shape: tuple[int, ...] = (4, 5)) -> jax.Array:
 
 def copier(array):
     (device,) = array.devices()
-    copy = host_copies.copier(array.dtype, array.ndim, device)
+    copy = devices.copier(array.dtype, array.ndim, device)
     return lambda array: copy(array, array.nbytes)
 
 
 def is_viewed(array) -> bool:
     (device,) = array.devices()
-    return host_copies.copier(array.dtype, array.ndim, device) is host_copies._by_view
+    return devices.copier(array.dtype, array.ndim, device) is devices._by_view
 
 
 @pytest.fixture
 def forgetful():
-    host_copies.copier.cache_clear()
+    devices.copier.cache_clear()
     yield
-    host_copies.copier.cache_clear()
+    devices.copier.cache_clear()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -80,7 +80,7 @@ def test_a_deleted_array_is_refused(dtype):
 
 def test_an_array_that_is_donated_while_it_is_copied_is_refused(monkeypatch):
     array = array_of("bfloat16")
-    copy, memory = copier(array), host_copies._memory
+    copy, memory = copier(array), devices._memory
 
     class Donating:
         def __getitem__(self, where: slice) -> bytes:
@@ -88,7 +88,7 @@ def test_an_array_that_is_donated_while_it_is_copied_is_refused(monkeypatch):
             jax.jit(lambda x: x + 1, donate_argnums=0)(array)
             return found
 
-    monkeypatch.setattr(host_copies, "_memory", Donating())
+    monkeypatch.setattr(devices, "_memory", Donating())
     with pytest.raises(RuntimeError, match="deleted"):
         copy(array)
 
@@ -117,7 +117,7 @@ def test_copies_are_whole_while_another_thread_donates_the_arrays():
 
 @pytest.mark.usefixtures("forgetful")
 def test_arrays_are_viewed_if_the_trial_finds_other_bytes(monkeypatch):
-    monkeypatch.setattr(host_copies, "_memory", bytes(2**16))
+    monkeypatch.setattr(devices, "_memory", bytes(2**16))
     array = array_of("bfloat16")
     assert is_viewed(array)
     assert copier(array)(array) == np.asarray(array).tobytes()
@@ -125,7 +125,7 @@ def test_arrays_are_viewed_if_the_trial_finds_other_bytes(monkeypatch):
 
 @pytest.mark.usefixtures("forgetful")
 def test_arrays_are_viewed_if_jax_tells_no_address(monkeypatch):
-    monkeypatch.setattr(host_copies, "_by_address", lambda *_, **__: lambda array: array.no_such_method())
+    monkeypatch.setattr(devices, "_by_address", lambda *_, **__: lambda array: array.no_such_method())
     array = array_of("bfloat16")
     assert is_viewed(array)
     assert copier(array)(array) == np.asarray(array).tobytes()

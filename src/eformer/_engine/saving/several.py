@@ -1,0 +1,345 @@
+"""Let several processes make one checkpoint: they agree on one tree and one place, each writes, the first commits.
+
+This takes two meetings. Only small messages are exchanged: the record of which process wrote which bytes, with which
+digests, is stored with the bytes (`ProcessRecord`), and only its file names are sent to the first process.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import Struct
+
+from eformer._engine.processes.hosts import LostError
+from eformer._engine.record.digests import xxh3_128_of
+from eformer._engine.record.holdings import holdings_of, joined_holdings
+from eformer._engine.record.manifest import LeafEntry, Receipt, encode_leaves, weight_of
+from eformer._engine.record.planned import data_files, weight
+from eformer._engine.saving.commit import is_committed
+from eformer._engine.saving.save import Save
+from eformer._engine.saving.staging import on_host
+from eformer._engine.tasks import interrupts
+from eformer._engine.tasks.pool import gc_paused
+from eformer.errors import MismatchError, ProcessError, ProcessTimeoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from contextlib import ExitStack
+
+    from eformer._engine.record.manifest import TreeEntry
+    from eformer._engine.record.planned import PlannedFile
+    from eformer._engine.saving.reuse import Kept
+    from eformer._engine.stores.base import Upload
+    from eformer._engine.tasks.progress import Meter
+
+logger = logging.getLogger("eformer")
+
+# Seconds that a new directory may take to appear on the other hosts of a network file system.
+VISIBLE_WITHIN = 10.0
+
+# Processes with a different tree are sent this many characters of the description of the first one's.
+_MOST_DESCRIBED = 2**24
+_MOST_SHOWN = 200  # characters of a plain value in a description
+
+_NOTHING = "the save failed, nothing was committed"
+_IN_PLACE = "the save failed after the new tree was put in place; it may not be on stable storage"
+
+
+class SaveOfSeveral(Save):
+    """A save of several processes, seen from one of them.
+
+    agreed    the answer to the first meeting
+    leaves    the leaves of the tree, in the first process
+    numbers   the numbers of the leaves, in every process
+    """
+
+    agreed: Agreed
+    leaves: dict[str, LeafEntry]
+    numbers: dict[str, int]
+    _stack: ExitStack
+
+    # -------------------------------------------------------------------------------------- prepare
+
+    def prepare(self, stack: ExitStack) -> None:
+        """Agree with the other processes on one tree, one id, and one place, which the first process makes."""
+        self._stack = stack
+        mine, lines = _described(self)
+        self.agreed = _decode_agreed(self.hosts.meet(_encode(mine), partial(self._agree, mine, lines)))
+        if self.agreed.differing:
+            self.hosts.end()
+            self._refuse_other_trees(lines)
+        if self.hosts.index:
+            self.tree = msgspec.structs.replace(self.tree, save_id=self.agreed.save_id)
+            self.format = self.new_format()
+
+    def _agree(self, mine: Brought, lines: Sequence[str], messages: Sequence[bytes]) -> bytes:
+        """Begin the upload, if all processes are about to save the same tree in the same way.
+
+        If only values differ that each process has for itself, log a warning.
+        """
+        hosts, all_brought = self.hosts, [_decode_brought(message) for message in messages]
+        for index, brought in enumerate(all_brought):
+            if brought.what != mine.what:
+                raise ProcessError(
+                    f"the processes do different things: {hosts.name(0)} {mine.what}, {hosts.name(index)} "
+                    f"{brought.what}; nothing was written"
+                )
+        if differing := [i for i, brought in enumerate(all_brought) if brought.tree != mine.tree]:
+            return _encode(Agreed(differing=differing, described="\n".join(lines)[:_MOST_DESCRIBED]))
+        _mention([hosts.name(i) for i, b in enumerate(all_brought) if b.own != mine.own], hosts.name(0))
+        super().prepare(self._stack)
+        self.upload.announce()
+        elsewhere = [number for number, source in enumerate(self.sources) if source.owner > 0]
+        return _encode(Agreed(self.tree.save_id, self.store.url, self.upload.token, elsewhere))
+
+    def _refuse_other_trees(self, leaves: Sequence[str]) -> None:
+        """Raise a MismatchError that names the leaves where the tree differs, and elsewhere one that names the
+        process."""
+        hosts, differing = self.hosts, self.agreed.differing
+        if hosts.index in differing:
+            raise MismatchError(
+                _differences(leaves, self.agreed.described.split("\n")),
+                context=f"{hosts.name(hosts.index)} saves a different tree than {hosts.name(0)}",
+            )
+        others = ", ".join(map(hosts.name, differing[:20]))
+        raise ProcessError(
+            f"{others} saves a different tree than {hosts.name(0)}, see the error there; nothing was written"
+        )
+
+    # ---------------------------------------------------------------------------------------- write
+
+    def write(self, meter: Meter) -> Receipt:
+        with self._failing_together():
+            self._take_own_sources(meter)
+            if self.hosts.index:
+                self.upload = self._join()
+                self._stack.callback(self.upload.close)
+            else:
+                self.leaves = {source.name: source.entry() for source in self.sources}
+            return super().write(meter)
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """Tell the other processes of an error during the block, so that all of them fail."""
+        try:
+            yield
+        except BaseException as error:
+            first = self.hosts.fail(error, after_all=True)
+            # After an error, the first process removes the upload that all write to: then its error is the cause.
+            if first and isinstance(error, FileNotFoundError):
+                raise ProcessError(f"{_NOTHING}: {first}") from error
+            raise
+
+    def _take_own_sources(self, meter: Meter) -> None:
+        """Keep the sources that this process writes, once it is known which leaves the first process does not have.
+
+        To the process that holds it, a leaf of one process looks like a leaf that every process has a copy of. Copies
+        are written by the first process.
+        """
+        theirs, index = set(self.agreed.elsewhere), self.hosts.index
+        for number, source in enumerate(self.sources):
+            if index and source.owner == index and number not in theirs:
+                meter.add(self.format.own_nbytes(source))
+                self.sources[number] = msgspec.structs.replace(
+                    source, whole=None, parts=(), regions=(), is_first=False
+                )
+        self.numbers = {source.name: number for number, source in enumerate(self.sources)}
+
+    def _join(self) -> Upload:
+        """Join the upload of the first process; refuse a place that is not the one it sees.
+
+        A network file system may need a moment to show it.
+        """
+        deadline = time.monotonic() + VISIBLE_WITHIN
+        while True:
+            try:
+                return self.format.begin(self.store, self.agreed.token)
+            except (FileNotFoundError, NotADirectoryError):
+                if time.monotonic() > deadline:
+                    raise ProcessError(
+                        f"{self.store.url} is not the directory that the first process saves to "
+                        f"({self.agreed.path}): its {self.agreed.token} is not visible here. Several processes must "
+                        "save to one directory, on a file system that all of them share"
+                    ) from None
+                time.sleep(0.05)
+                interrupts.check()
+
+    def receipt(
+        self,
+        files: Sequence[PlannedFile],
+        kept: Kept,
+        leaves: Mapping[str, LeafEntry | None],
+        sha256: Mapping[str, str],
+    ) -> Receipt:
+        """Record the files of this process. Its extents and digests lie with its own bytes: in the headers of its
+        files, or in a file of their own."""
+        with gc_paused():
+            whole = Receipt(weight=weight(files))
+            if not self.format.keeps_records:
+                return whole
+            if self.format.header_needs_digests:
+                whole.files = data_files(files)
+                whole.holdings = holdings_of([[file] for file in files], self.numbers)
+                whole.is_torn = any(extent.region for file in files for extent in file.extents)
+                return whole
+            whole.is_torn = True
+            file = self.format.process_file(files, sha256)
+            whole.holdings = holdings_of([files] if file else [], self.numbers)
+            if file:
+                self.upload.put([(file.name, file.header)])
+                self.upload.sync()
+                whole.files = data_files([file])
+            return whole
+
+    # --------------------------------------------------------------------------------------- commit
+
+    def commit(self, receipt: Receipt) -> None:
+        """Commit the files of all processes in the first one. An error there is an error everywhere."""
+        try:
+            self.hosts.meet(_encode(receipt), self._commit_all)
+        except _CommitError as error:
+            if isinstance(error.cause, FileNotFoundError):
+                error.cause.add_note("a process that times out waiting for the others removes its files")
+            raise error.cause from None
+        except (ProcessTimeoutError, LostError) as error:
+            if self.hosts.index:
+                error.add_note(
+                    "this process does not know whether the save was committed; inspect the directory"
+                )
+            raise
+        except ProcessError as error:
+            is_said = str(error).startswith((_IN_PLACE, _NOTHING))
+            raise ProcessError(str(error) if is_said else f"{_NOTHING}: {error}") from error
+        finally:
+            self.hosts.end()
+
+    def _commit_all(self, receipts: Sequence[bytes]) -> bytes:
+        whole = merged([_decode_receipt(receipt) for receipt in receipts])
+        try:
+            super().commit(whole)
+            self.upload.close()  # before the other processes hear of the commit
+        except BaseException as error:
+            done = _IN_PLACE if is_committed(self) else _NOTHING
+            raise _CommitError(f"{done}: {self.hosts.name(0)}: {error!r}", error) from error
+        return b""
+
+    def recorded(self, receipt: Receipt) -> TreeEntry:
+        """Return the tree as the manifest has it; refuse one that does not have every element once."""
+        weights = (weight_of(name, math.prod(entry.shape)) for name, entry in self.leaves.items())
+        if receipt.weight != sum(weights) % 2**64:
+            raise ProcessError(
+                "the processes have not written every element of every leaf once. Do they all see the same arrays on "
+                "the same devices? A leaf may not be in one process's memory for one and on devices for another"
+            )
+        parts: Any = "torn" if receipt.is_torn else "whole"
+        return msgspec.structs.replace(
+            self.tree,
+            files=tuple(receipt.files),
+            parts=parts,
+            holdings=receipt.holdings or msgspec.UNSET,
+            raw_leaves=encode_leaves(dict(self.leaves)),
+        )
+
+
+class _CommitError(ProcessError):
+    """An error of the commit in the first process, in the words that are sent to the others."""
+
+    def __init__(self, text: str, cause: BaseException) -> None:
+        super().__init__(text)
+        self.cause = cause
+
+
+def merged(receipts: Sequence[Receipt]) -> Receipt:
+    """Merge receipts: all files, in the order of the processes, and all leaves."""
+    whole = Receipt()
+    for receipt in receipts:
+        whole.files += receipt.files
+        whole.leaves |= receipt.leaves
+        whole.weight = (whole.weight + receipt.weight) % 2**64
+        whole.is_torn |= receipt.is_torn
+        whole.parts += receipt.parts
+    whole.holdings = joined_holdings(receipt.holdings for receipt in receipts)
+    return whole
+
+
+# ------------------------------------------------------------------------------------------ agreement
+
+
+class Brought(Struct):
+    """The message of a process to the first meeting: its operation, a digest of its tree, and a digest of the values
+    that it has for itself."""
+
+    what: str
+    tree: str
+    own: str
+
+
+class Agreed(Struct):
+    """The answer to the first meeting: the id of the save, the place, the token of the upload to join, and the leaves
+    that the first process does not have, by number.
+
+    `differing` lists the processes whose tree differs from that of the first; `described` then describes the latter.
+    """
+
+    save_id: str = ""
+    path: str = ""
+    token: str = ""
+    elsewhere: list[int] = []
+    differing: list[int] = []
+    described: str = ""
+
+
+def _described(save: Save) -> tuple[Brought, list[str]]:
+    """Describe everything that must be the same in all processes, and one line for each leaf."""
+    assert save.compared
+    how = {name: getattr(save.options, name) for name in ("max_chunk_bytes", "compression", "ocdbt")}
+    what = f"saves the prefix {save.prefix!r} as {save.kind} with {how | {'write_index': save.has_index}}"
+    lines = [
+        f"{s.name}: {s.dtype}{list(s.shape)} of {s.home}"
+        + (f", keys of {s.key}" if s.key else "")
+        + (f", {s.sharding.spec} on {s.sharding.mesh}" if s.sharding else "")
+        for s in save.sources
+    ]
+    lines += [f"{name}: {json}"[:_MOST_SHOWN] for name, json in save.tree.raw_values.items()]
+    for source in save.compared.replicas:
+        ((region, array),) = source.parts
+        lines.append(f"{source.name}: {on_host(array, region).tolist()}")
+    structure = msgspec.json.encode(msgspec.json.decode(save.tree.structure), order="sorted")
+    values = msgspec.json.encode(save.tree.raw_values, order="sorted")
+    save.compared.own.update(msgspec.json.encode(save.tree.raw_metadata, order="sorted"))
+    text = "\n".join(lines).encode(errors="replace")
+    tree = xxh3_128_of([text, structure + values])
+    return Brought(what, tree, save.compared.own.hexdigest()), lines
+
+
+def _mention(others: Sequence[str], first: str) -> None:
+    if others:
+        logger.warning(
+            "%s and %d more differ from %s in values that each process has for itself: numpy arrays, arrays on its own "
+            "devices, metadata. The values of %s are stored; SaveOptions(processes=) saves from one process alone",
+            others[0], len(others) - 1, first, first,
+        )  # fmt: skip
+
+
+def _differences(mine: Sequence[str], first: Sequence[str]) -> list[str]:
+    if sum(map(len, first)) + len(first) > _MOST_DESCRIBED:  # the description was cut in its last line
+        first = first[:-1]
+        mine = mine[: len(first)]
+    here, there = dict.fromkeys(mine), dict.fromkeys(first)
+    problems = [f"only in this process: {line}" for line in here if line not in there]
+    problems += [f"only in the first process: {line}" for line in there if line not in here]
+    return problems or [
+        "the leaves that were compared are the same; other leaves, the containers or the order differ"
+    ]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_brought = msgspec.msgpack.Decoder(Brought).decode
+_decode_agreed = msgspec.msgpack.Decoder(Agreed).decode
+_decode_receipt = msgspec.msgpack.Decoder(Receipt).decode
