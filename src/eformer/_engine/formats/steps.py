@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, SupportsIndex
 
 from eformer._engine.formats.found import kinds_if_there
-from eformer._engine.formats.others.orbax_items import has_items
+from eformer._engine.formats.others.orbax import has_items
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, PRIVATE, SUFFIX
 from eformer._engine.formats.safetensors.read import marked_file
 from eformer._engine.formats.zarr.read import array_at, discover

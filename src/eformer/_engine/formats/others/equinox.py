@@ -5,15 +5,15 @@ Many programs put a line of JSON first, with the hyperparameters of the model. A
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from typing import Any
 
 from eformer._engine.formats.found import Foreign, Found
-from eformer._engine.formats.others.npy import MAGIC, NpyHeader, NpyRecord, UnsupportedError, parse_npy_header
+from eformer._engine.formats.others.npy import MAGIC, NpyRecord, UnsupportedError, parse_npy_header
 from eformer._engine.formats.others.single_file import SingleFile, describe_file
 from eformer._engine.record.manifest import UNREADABLE
 from eformer._engine.record.text import few
-from eformer._engine.record.values import value_to_json
+from eformer._engine.record.values import locating, parse_lenient, value_to_json
 from eformer.errors import FormatError
 
 FORMAT = "equinox"
@@ -60,12 +60,9 @@ def _read_first_line(file: SingleFile) -> bytes | None:
 
 
 def _parse_metadata(file: SingleFile, line: bytes) -> dict[str, Any]:
-    try:
-        parsed = json.loads(line or b"{}")
-        metadata = parsed if isinstance(parsed, dict) else {"hyperparameters": parsed}
-        return {name: value_to_json(value) for name, value in metadata.items()}
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{file.path}: the line before the arrays is not JSON: {error}") from error
+    parsed: Any = parse_lenient(line or b"{}", Any, f"{file.path}: the line before the arrays is not JSON")
+    metadata = parsed if isinstance(parsed, dict) else {"hyperparameters": parsed}
+    return {name: value_to_json(value) for name, value in metadata.items()}
 
 
 def _read_records(file: SingleFile, offset: int) -> list[NpyRecord]:
@@ -74,7 +71,8 @@ def _read_records(file: SingleFile, offset: int) -> list[NpyRecord]:
     problems = []
     while offset < file.nbytes:
         where = f"array {len(records)}, at byte {offset}"
-        header = _read_header(file, offset, where)
+        with locating(f"{file.path}: {where}"):
+            header = parse_npy_header(partial(file.read, offset))
         nbytes = header.header_nbytes + header.nbytes
         if nbytes > file.nbytes - offset:
             raise FormatError(
@@ -90,10 +88,3 @@ def _read_records(file: SingleFile, offset: int) -> list[NpyRecord]:
     if problems:
         raise FormatError(f"{file.path} cannot be read: {few(problems)}")
     return records
-
-
-def _read_header(file: SingleFile, offset: int, where: str) -> NpyHeader:
-    try:
-        return parse_npy_header(lambda nbytes: file.read(offset, nbytes))
-    except FormatError as error:
-        raise FormatError(f"{file.path}: {where}: {error}") from error

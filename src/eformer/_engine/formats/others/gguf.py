@@ -17,7 +17,7 @@ from eformer._engine.formats.found import Foreign, Found
 from eformer._engine.formats.nested_names import nest, parts_of_name
 from eformer._engine.formats.others.single_file import ArrayInFile, SingleFile, describe_file
 from eformer._engine.record.dtypes import MOST_AXES, dtype_from_name
-from eformer._engine.record.values import value_to_json
+from eformer._engine.record.values import locating, value_to_json
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -73,11 +73,9 @@ def in_gguf(file: SingleFile, first: bytes) -> Found | None:
     """Find the tree of a GGUF file: nested dicts, split at the dots in the names of the tensors."""
     if not first.startswith(MAGIC):
         return None
-    try:
+    with locating(f"{file.path} is a GGUF file that cannot be read"):
         metadata, tensors, start = _read_header(_Header(file))
         end = _require_places(file, tensors, start)
-    except FormatError as error:
-        raise FormatError(f"{file.path} is a GGUF file that cannot be read: {error}") from error
     plain = [tensor for tensor in tensors if tensor.kind in _DTYPES]
     structure, arrays = nest({tensor.name: tensor.in_file(start) for tensor in plain}, parts_of_name)
     left_out = (*_other_files(metadata), *_bytes_after(file, end, _alignment(metadata)))

@@ -29,7 +29,7 @@ from eformer._engine.formats.others.zip_members import (
 )
 from eformer._engine.record.dtypes import DTYPES, MOST_AXES, dtype_from_name
 from eformer._engine.record.text import few
-from eformer._engine.record.values import value_to_json
+from eformer._engine.record.values import locating, value_to_json
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
@@ -250,10 +250,12 @@ def in_npz(file: SingleFile, first: bytes) -> Found | None:
     records, problems = {}, []
     members = locate_members(file)
     for info, offset in members:
+        where = f"member {info.filename[:200]!r}"
         try:
-            records[info.filename.removesuffix(_SUFFIX)] = _read_record(file, info, offset)
+            with locating(f"{file.path}: {where}"):
+                records[info.filename.removesuffix(_SUFFIX)] = _read_record(file, info, offset)
         except UnsupportedError as error:
-            problems.append(f"member {info.filename[:200]!r}: {error}")
+            problems.append(f"{where}: {error.__cause__}")
     if problems and not any(info.filename.endswith(_SUFFIX) for info, _ in members):
         raise FormatError(
             f"{file.path} is a zip archive without arrays of numpy; if it holds a checkpoint, unpack it first: "
@@ -283,13 +285,8 @@ def in_npz(file: SingleFile, first: bytes) -> Found | None:
 
 def _read_record(file: SingleFile, info: zipfile.ZipInfo, offset: int) -> NpyRecord:
     _require_supported(info)
-    try:
-        header = _read_header(file, info, offset)
-        _require_possible(info, header)
-    except UnsupportedError:
-        raise
-    except FormatError as error:
-        raise FormatError(f"{file.path}: member {info.filename[:200]!r}: {error}") from error
+    header = _read_header(file, info, offset)
+    _require_possible(info, header)
     is_deflated = info.compress_type == _DEFLATED
     return NpyRecord(info.filename, offset, info.compress_size, header, is_deflated, info.CRC)
 

@@ -18,6 +18,7 @@ from eformer._engine.record.check import MOST_EXPANSION, require_chunk_for
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.manifest import Coding, Extent, LeafEntry, RecordedSharding
 from eformer._engine.record.names import is_inside
+from eformer._engine.record.values import locating
 from eformer._engine.stores.directory import walk
 from eformer._engine.stores.ocdbt import DATABASE_MANIFEST, require_plain_files
 from eformer._engine.stores.virtual_files import UnchangingFiles
@@ -114,12 +115,13 @@ def open_arrays(store: ArrayStore, leaves: Mapping[str, ZarrArray]) -> dict[str,
 
 
 def _specs(store: ArrayStore, leaves: Mapping[str, ZarrArray]) -> dict[str, dict[str, Any]]:
-    specs: dict[str, dict[str, Any]] = {}
+    leaf_of: dict[str, str] = {}
     for name, leaf in leaves.items():
-        if leaf.path in specs:
-            raise FormatError(f"{store.directory} has two leaves that are stored as {leaf.path[:200]!r}")
-        specs[leaf.path] = _spec(store, name, leaf)
-    return specs
+        if (other := leaf_of.setdefault(leaf.path, name)) != name:
+            raise FormatError(
+                f"{store.directory}: {other[:200]!r} and {name[:200]!r} are both the array {leaf.path[:200]!r}"
+            )
+    return {leaf.path: _spec(store, name, leaf) for name, leaf in leaves.items()}
 
 
 def _spec(store: ArrayStore, name: str, leaf: ZarrArray) -> dict[str, Any]:
@@ -206,10 +208,8 @@ def describe_leaf(leaf: ZarrArray, array: Any, chunks: list[Chunk], first_file: 
         raise FormatError(
             f"leaf {leaf.path!r} should be of shape {list(leaf.shape or ())}, but is of {list(shape)}"
         )
-    try:
+    with locating(f"leaf {leaf.path!r}"):
         itemsize = dtype_from_name(dtype).itemsize
-    except FormatError as error:
-        raise FormatError(f"leaf {leaf.path!r}: {error}") from error
     if leaf.key and (dtype != "uint32" or not shape):
         raise FormatError(
             f"leaf {leaf.path!r} should hold PRNG keys of {leaf.key!r}, but is {dtype}{list(shape)}"
@@ -254,10 +254,8 @@ def split_into_chunks(path: str, array: Any, itemsize: int) -> list[Chunk]:
     """Split an array into the boxes to read: its chunks, or several together if there are very many."""
     shape = tuple(array.shape)
     chunk_shape = tuple(max(1, size) for size in array.chunk_layout.read_chunk.shape or ())
-    try:
+    with locating(f"leaf {path!r}"):
         require_chunk_for(shape, chunk_shape, itemsize)
-    except FormatError as error:
-        raise FormatError(f"leaf {path!r}: {error}") from error
     blosc = blosc_chunks(path, array, chunk_shape, itemsize)
     return [
         Chunk(f"{path}/{where}", array, box, itemsize * math.prod(box.shape), blosc)

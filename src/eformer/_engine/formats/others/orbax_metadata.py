@@ -15,14 +15,14 @@ import itertools
 import json
 import logging
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from eformer._engine.record.indexes import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.record.manifest import RecordedSharding
 from eformer._engine.record.names import BARE_LEAF, escape, join_name
-from eformer._engine.record.values import MALFORMED_JSON, json_decoder, parse_json
+from eformer._engine.record.values import MALFORMED_JSON, json_decoder, parse_json, parse_lenient
 from eformer._engine.stores.base import read_whole
 from eformer._engine.stores.local import LocalStore
 from eformer.errors import FormatError
@@ -49,6 +49,8 @@ EMPTY_CONTAINERS: dict[str, Any] = {
 }  # fmt: skip
 
 _MAX_DEPTH = 100
+
+T = TypeVar("T")
 
 # ------------------------------------------------------------------------------------------- a checkpoint
 
@@ -81,14 +83,7 @@ class CheckpointMetadata(msgspec.Struct):
 
 def read_checkpoint_metadata(directory: Path) -> CheckpointMetadata:
     """Read `_CHECKPOINT_METADATA`; return an empty one if the file is missing."""
-    try:
-        found: CheckpointMetadata | None = _read_optional(directory, ORBAX_CHECKPOINT, CheckpointMetadata)
-    except FormatError:  # Python's json writes NaN and Infinity, which msgspec refuses
-        with suppress(ValueError, RecursionError, msgspec.ValidationError):
-            document = json.loads(read_whole(LocalStore(directory), ORBAX_CHECKPOINT)[0])
-            return msgspec.convert(document, CheckpointMetadata)
-        raise
-    return found or CheckpointMetadata()
+    return _read_optional(directory, ORBAX_CHECKPOINT, CheckpointMetadata) or CheckpointMetadata()
 
 
 # --------------------------------------------------------------------------------------------- a tree
@@ -151,8 +146,7 @@ def metadata_of_single_array(name: str) -> TreeMetadata:
 
 def read_tree_metadata(directory: Path) -> TreeMetadata | None:
     """Read `_METADATA`; return None if the file is missing."""
-    found: TreeMetadata | None = _read_optional(directory, ORBAX_TREE, TreeMetadata)
-    return found
+    return _read_optional(directory, ORBAX_TREE, TreeMetadata)
 
 
 def read_strings(directory: Path) -> dict[str, str]:
@@ -245,12 +239,18 @@ def read_is_typed(directory: Path, item: str) -> bool:
 # ------------------------------------------------------------------------------------------------ files
 
 
-def _read(directory: Path, name: str, kind: Any) -> Any:
+def _read(directory: Path, name: str, kind: type[T]) -> T:
     problem = f"{directory / name} is damaged, or was written by an unknown version of Orbax"
-    return parse_json(read_whole(LocalStore(directory), name)[0], kind, problem)
+    data, _ = read_whole(LocalStore(directory), name)
+    try:
+        return parse_json(data, kind, problem)
+    except FormatError:  # the metadata of the user may hold NaN
+        if name != ORBAX_CHECKPOINT:
+            raise
+        return parse_lenient(data, kind, problem)
 
 
-def _read_optional(directory: Path, name: str, kind: Any) -> Any:
+def _read_optional(directory: Path, name: str, kind: type[T]) -> T | None:
     try:
         return _read(directory, name, kind)
     except FileNotFoundError:

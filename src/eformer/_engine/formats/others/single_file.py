@@ -18,6 +18,7 @@ from eformer._engine.record.manifest import (
     TreeEntry,
     foreign_tree,
 )
+from eformer._engine.record.values import locating
 from eformer._engine.stores.virtual_files import VirtualFile, VirtualFiles
 from eformer.errors import FormatError
 
@@ -212,10 +213,8 @@ def describe_file(
         structure=structure,
         leaves=entries,
     )
-    try:
+    with locating(file.path):
         tree.check_leaves()
-    except FormatError as error:
-        raise FormatError(f"{file.path}: {error}") from error
     foreign = replace(foreign or Foreign(), open_files=_opener(file, virtual) if virtual else None)
     return foreign_found(file.path, file.store, format_name, {"": tree}, {name: file.version}, foreign)
 

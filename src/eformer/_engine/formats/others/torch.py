@@ -31,7 +31,7 @@ from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.manifest import LeafEntry, TreeEntry, foreign_tree
 from eformer._engine.record.names import BARE_LEAF, split_name, unescape
 from eformer._engine.record.text import few
-from eformer._engine.record.values import is_recorded, value_to_json
+from eformer._engine.record.values import is_recorded, locating, value_to_json
 from eformer._engine.stores.virtual_files import ChainedFiles, ReadInto
 from eformer.errors import CorruptionError, FormatError
 
@@ -160,13 +160,11 @@ def _places_in_stream(
 
 def _unpickle(file: SingleFile, offset: int, nbytes: int) -> Pickled:
     """Read the pickle at an offset. In a stream its length is not known, and most are short."""
-    try:
-        if nbytes > _USUAL_PICKLE:
-            with suppress(FormatError):
-                return unpickle(file.read(offset, _USUAL_PICKLE))
+    if nbytes > _USUAL_PICKLE:
+        with suppress(FormatError):
+            return unpickle(file.read(offset, _USUAL_PICKLE))
+    with locating(f"{file.path} is a file of PyTorch that cannot be read"):
         return unpickle(file.read(offset, min(nbytes, _MAX_PICKLE)))
-    except FormatError as error:
-        raise FormatError(f"{file.path} is a file of PyTorch that cannot be read: {error}") from error
 
 
 def _require_little_endian(file: SingleFile, place: Span | None) -> None:
@@ -194,7 +192,7 @@ def _describe(file: SingleFile, tree: Any, places: Mapping[str, Span], unknown: 
             f"{file.path} holds {what}, which eformer does not make; save its state_dict() instead, or to_dense() or "
             "dequantize() of a tensor"
         )
-    structure, leaves = flatten_message(nested, is_leaf=lambda node: False)
+    structure, leaves = flatten_message(nested)
     tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
     _require_bounded(file, tensors)
     arrays = _arrays(file, tensors, places)

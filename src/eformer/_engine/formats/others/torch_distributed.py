@@ -33,7 +33,7 @@ from eformer._engine.record.manifest import (
     foreign_tree,
 )
 from eformer._engine.record.text import few
-from eformer._engine.record.values import value_to_json
+from eformer._engine.record.values import locating, value_to_json
 from eformer._engine.stores.virtual_files import VirtualFile, VirtualFiles
 from eformer.errors import CorruptionError, FormatError
 
@@ -76,15 +76,11 @@ def by_metadata(place: Place) -> Found | None:
         return None
     store = place.store
     data, entry = store.read(METADATA, 0, _MAX_METADATA)
-    try:
+    with locating(store.path_to(METADATA)):
         items, paths, stored = _parse(data)
         if lost := {where.file for where in stored.values()} - set(place.names):
             raise CorruptionError(f"it names files that are missing: {few(sorted(lost))}")
         return _describe(store, items, paths, stored, {METADATA: entry.version})
-    except CorruptionError as error:
-        raise CorruptionError(f"{store.path_to(METADATA)}: {error}") from error
-    except FormatError as error:
-        raise FormatError(f"{store.path_to(METADATA)}: {error}") from error
 
 
 def refuse_unfinished(place: Place) -> None:
@@ -185,7 +181,7 @@ def _describe(
         files = {name: stack.enter_context(open_single_file(store, name)) for name in names}
         reader = _Reader(files, names, stored)
         tree = _tree([(item.name, reader.value(item, objects)) for item in items], paths)
-        structure, leaves = flatten_message(tree, is_leaf=lambda node: False)
+        structure, leaves = flatten_message(tree)
         entries = {name: reader.leaf(item) for name, item in leaves.items() if isinstance(item, _Tensor)}
         versions |= {name: file.version for name, file in files.items()}
         lengths = [DataFile(name, file.nbytes) for name, file in files.items()]

@@ -5,13 +5,12 @@ It is JSON, in which Python also writes NaN.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from eformer._engine.record.values import value_to_json
+from eformer._engine.record.values import parse_lenient, value_to_json
 from eformer._engine.record.zarray import ZARRAY, ChunkShape, Shape, chunk_counts, is_index, parse_zarray
 from eformer._engine.stores.base import Store, read_whole
 from eformer.errors import FormatError
@@ -21,24 +20,6 @@ if TYPE_CHECKING:
 
 ZATTRS = ".zattrs"  # of zarr 2
 ZARR_JSON = "zarr.json"
-
-_T = TypeVar("_T")
-
-
-def parse_lenient(data: bytes, origin: str) -> Any:
-    """Parse JSON that may have NaN and Infinity in it."""
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{origin} is not JSON: {str(error)[:200]}") from error
-
-
-def convert_lenient(document: Any, kind: type[_T]) -> _T:
-    """Convert what `parse_lenient` returned; raise a FormatError if it is not of this kind."""
-    try:
-        return msgspec.convert(document, kind)
-    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter: a lone surrogate in a name
-        raise FormatError(str(error)) from error
 
 
 def to_metadata(attributes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -53,10 +34,8 @@ def read_attributes(store: Store, arrays: Iterable[str]) -> dict[str, dict[str, 
     for path in sorted({path for array in arrays for path in _upwards(array)}):
         name = f"{path}/{ZATTRS}" if path else ZATTRS
         if store.exists(name):
-            document = parse_lenient(read_whole(store, name)[0], store.path_to(name))
-            if not isinstance(document, dict):
-                raise FormatError(f"{store.path_to(name)} does not hold attributes")
-            found[path] = document
+            problem = f"{store.path_to(name)} does not hold attributes"
+            found[path] = parse_lenient(read_whole(store, name)[0], dict[str, Any], problem)
     return found
 
 
@@ -128,7 +107,7 @@ def _of_zarr2(data: bytes, origin: str) -> ChunkNames:
 
 
 def _of_zarr3(data: bytes, origin: str) -> ChunkNames:
-    array = convert_lenient(parse_lenient(data, origin), _Zarr3)
+    array = parse_lenient(data, _Zarr3, origin)
     counts = chunk_counts(array.shape, array.chunk_grid.configuration.chunk_shape)
     encoding = array.chunk_key_encoding
     is_default = encoding.name == "default"

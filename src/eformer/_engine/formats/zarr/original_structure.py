@@ -5,7 +5,6 @@ Its pickles are read as data: nothing in them is run or imported.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -23,7 +22,7 @@ from eformer._engine.formats.zarr.original_pickles import (
     unpickle,
 )
 from eformer._engine.record.names import escape, escape_siblings, join_name
-from eformer._engine.record.values import value_to_json
+from eformer._engine.record.values import parse_lenient, value_to_json
 from eformer.errors import FormatError, StructureError
 
 if TYPE_CHECKING:
@@ -48,8 +47,7 @@ class OriginalStructure:
 def parse_structure(data: bytes, origin: str) -> OriginalStructure:
     """Parse the bytes of the file `origin`; raise a FormatError that names it if they are not of this format."""
     try:
-        # Not msgspec's reader: extras may hold NaN and lone surrogates, which Python writes and msgspec refuses.
-        file = msgspec.convert(json.loads(data), _File)
+        file = parse_lenient(data, _File, "damaged, or not the structure of a tree")
         plain = PlainDecoder(budget=8 * len(data))
         root = parse_treedef(file.treedef_b64)
         leaves = list(_parse_leaves(file, plain))

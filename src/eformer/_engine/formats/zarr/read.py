@@ -29,7 +29,7 @@ from eformer._engine.record.manifest import (
     foreign_tree,
 )
 from eformer._engine.record.names import is_inside
-from eformer._engine.record.values import parse_json, value_to_json
+from eformer._engine.record.values import locating, parse_json, value_to_json
 from eformer._engine.record.zarray import MOST_ZARRAY, ZARRAY, ZArray, parse_zarray
 from eformer._engine.stores.base import Store, Version, read_whole
 from eformer._engine.stores.checkpoints import has_unfinished
@@ -335,10 +335,8 @@ def tree_of_arrays(
     arrays = _Arrays(store, versions)
     entries = {}
     for name, listed in paths.items():
-        try:
+        with locating(f"leaf {name!r}"):
             entries[name] = arrays.add(listed)
-        except FormatError as error:
-            raise type(error)(f"leaf {name!r}: {error}") from error
     if structure is None:
         structure, entries = nest(entries, parts_of_path)
     return foreign_tree(
