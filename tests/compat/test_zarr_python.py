@@ -105,7 +105,10 @@ def lz4_inside(described):
         (lambda d: d.update(data_type="float99"), "leaf 'w' is of the type float99"),
         (lambda d: d.update(data_type=[]), r"leaf 'w' is of the type \[\]"),
         (lambda d: d.update(codecs=7), "does not describe a group or an array of zarr 3"),
-        (lambda d: d["codecs"][0]["configuration"].update(codecs=[7]), "does not describe a group or an array of zarr 3"),
+        (
+            lambda d: d["codecs"][0]["configuration"].update(codecs=[7]),
+            "does not describe a group or an array of zarr 3",
+        ),
         (lambda d: d.update(shape=[2**40, 2**20]), "cannot hold its arrays, of 4611686018427387904 bytes"),
         (lambda d: d.update(shape=[-1, 10]), "no such array, or it is damaged: .*shape"),
         (

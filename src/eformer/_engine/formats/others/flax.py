@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from eformer._engine.formats.msgpack.reader import PRNG_KEY, Message, read_array_head, read_at_most
+from eformer._engine.formats.msgpack.reader import PRNG_KEY, read_array_head, read_at_most
 from eformer._engine.formats.others.single_file import ArrayInFile, SingleFile, Window, describe_file
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.names import BARE_LEAF, MAX_DEPTH, escape_siblings
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from eformer._engine.formats.found import Found
+    from eformer._engine.formats.msgpack.reader import Message
 
 FORMAT = "msgpack, of flax"
 # First bytes of maps, of msgpack arrays, and of extensions, which are trees of one array.

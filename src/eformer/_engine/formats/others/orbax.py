@@ -95,7 +95,7 @@ def in_directory(directory: Path, names: Sequence[str]) -> Found | None:
         return in_directory(step, list(LocalStore(step).kinds()))
     items = {name: item for name in names if (item := find_item(directory / name, checkpoint.item_handlers))}
     if items or ORBAX_CHECKPOINT in names or _is_json_alone(names) or holds_documents(directory):
-        documents = _read_documents(directory, {*items, *(checkpoint.custom_metadata or {})})
+        documents = _read_documents(directory, names, {*items, *(checkpoint.custom_metadata or {})})
         if items or documents:
             return _Checkpoint(directory, items, checkpoint, documents).to_found()
     if ORBAX_CHECKPOINT in names:
@@ -207,10 +207,10 @@ def _is_step(path: Path, *, may_be_item: bool) -> bool:
     """Tell whether a directory with the name of a step is one, and not an item, which is a tree itself."""
     if path.is_symlink() or not path.is_dir():
         return (path / ORBAX_CHECKPOINT).is_file()
-    if (path / ORBAX_CHECKPOINT).is_file() or (not may_be_item and holds_tree(path)):
+    if (path / ORBAX_CHECKPOINT).is_file():
         return True
     if holds_tree(path):
-        return False
+        return not may_be_item
     return has_items(path) or (not may_be_item and holds_documents(path))
 
 
@@ -224,12 +224,10 @@ def _is_json_alone(names: Sequence[str]) -> bool:
     return JSON_FILE in names and set(names) <= {JSON_FILE, COMMITTED, ORBAX_CHECKPOINT}
 
 
-def _read_documents(directory: Path, skip: Container[str]) -> dict[str, Any]:
+def _read_documents(directory: Path, names: Sequence[str], skip: Container[str]) -> dict[str, Any]:
     """Read the items that are JSON, by name, except those to `skip`; of a directory that is such an item itself, it."""
-    names = list(LocalStore(directory).kinds())
-    if _is_json_alone(names):
-        candidates = [""]
-    else:
+    candidates = [""]
+    if not _is_json_alone(names):
         paths = {name: directory / name for name in names if name not in skip}
         candidates = [name for name, path in paths.items() if path.is_dir() and not path.is_symlink()]
     found = {}

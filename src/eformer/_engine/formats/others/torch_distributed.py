@@ -13,11 +13,9 @@ from eformer._engine.formats.left_out import left_out
 from eformer._engine.formats.others.flax import flatten_message
 from eformer._engine.formats.others.single_file import SingleFile, open_single_file
 from eformer._engine.formats.others.torch import (
-    LEFT_OUT,
     TensorView,
     describe_object,
     open_archive,
-    split_names,
     start_of,
     without_objects,
 )
@@ -180,8 +178,8 @@ def _describe(
     with ExitStack() as stack:
         files = {name: stack.enter_context(open_single_file(store, name)) for name in names}
         reader = _Reader(files, names, stored)
-        tree = _tree([(item.name, reader.value(item, objects)) for item in items], paths)
-        structure, leaves = flatten_message(tree)
+        tree = _tree([(item.name, reader.value(item)) for item in items], paths)
+        structure, leaves = flatten_message(without_objects(tree, objects, tensor=_Tensor))
         entries = {name: reader.leaf(item) for name, item in leaves.items() if isinstance(item, _Tensor)}
         versions |= {name: file.version for name, file in files.items()}
         lengths = [DataFile(name, file.nbytes) for name, file in files.items()]
@@ -206,43 +204,36 @@ def _describe(
     return foreign_found(store.url, store, FORMAT, {"": described}, versions, foreign)
 
 
+class _Holder(dict[Any, Any]):
+    """A dict or a list that has items. A container that was saved as a whole is an item."""
+
+
 def _tree(items: Sequence[tuple[str, Any]], paths: Mapping[str, Any]) -> Any:
-    """Return the tree that was saved, of named items; its dotted names of tensors become nested dicts."""
-    root: dict[Any, Any] = {}
+    """Return the tree that was saved, of named items."""
+    root = _Holder()
     for name, item in items:
         path = paths.get(name, (name,))
         if type(path) is not tuple or not path or not all(type(key) in (str, int) for key in path):
             raise FormatError(f"{name[:200]!r} has a path that makes no sense")
         holder = root
         for key in path[:-1]:
-            holder = holder.setdefault(key, {})
-            if not isinstance(holder, dict):
+            holder = holder.setdefault(key, _Holder())
+            if type(holder) is not _Holder:
                 raise FormatError(f"{name[:200]!r} is inside of another leaf")
         if path[-1] in holder:
             raise FormatError(f"{name[:200]!r} is there twice")
-        holder[path[-1]] = item if isinstance(item, _Tensor) else _Saved(item)
-    return _as_saved(root)
+        holder[path[-1]] = item
+    return _with_lists(root)
 
 
-class _Saved(Struct, frozen=True):
-    """A value that was saved as a whole, be it a container or not; `LEFT_OUT` for one that is left out."""
-
-    value: Any
-
-
-def _as_saved(node: Any) -> Any:
-    """Return a dict whose keys are 0, 1, ... as a list, and one of tensors as nested dicts; in a list, None stands for
-    what is left out."""
-    if isinstance(node, _Saved):
-        return node.value
-    if not isinstance(node, dict):
+def _with_lists(node: Any) -> Any:
+    """Return holders whose keys are 0, 1, ... as lists."""
+    if type(node) is not _Holder:
         return node
-    inside = {key: _as_saved(child) for key, child in node.items()}
+    inside = {key: _with_lists(child) for key, child in node.items()}
     if inside and all(type(key) is int for key in inside) and set(inside) == set(range(len(inside))):
-        items = (inside[number] for number in range(len(inside)))
-        return [None if item is LEFT_OUT else item for item in items]
-    kept = {key: child for key, child in inside.items() if child is not LEFT_OUT}
-    return split_names(kept) if kept and all(isinstance(c, _Tensor) for c in kept.values()) else kept
+        return [inside[number] for number in range(len(inside))]
+    return inside
 
 
 class _Reader:
@@ -272,24 +263,20 @@ class _Reader:
             raise FormatError(
                 f"leaf {item.name[:200]!r}: the chunk at {list(start)} is not a tensor {list(shape)}"
             )
-        nbytes = tensor.size * tensor.itemsize
-        if not nbytes:
+        if not tensor.nbytes:
             return tensor.dtype, None
         stop = tuple(a + b for a, b in zip(start, shape, strict=True))
         region = None if shape == item.shape else (start, stop)
         offset = (part.start or 0) + start_of(part, item.name, tensor, places)
         if tensor.is_by_rows:
-            return tensor.dtype, Extent(number, offset, nbytes, "", region)
+            return tensor.dtype, Extent(number, offset, tensor.nbytes, "", region)
         self.virtual.append((number, TensorView(f"{item.name}-{len(self.virtual)}", offset, tensor)))
         last = len(self.names) + len(self.virtual) - 1
-        return tensor.dtype, Extent(last, 0, nbytes, "", region, Coding("", shape))
+        return tensor.dtype, Extent(last, 0, tensor.nbytes, "", region, Coding("", shape))
 
-    def value(self, item: _Tensor | _Value, objects: dict[str, Any]) -> Any:
-        """Return a plain value as it was saved, without the `objects` in it; a tensor is described later."""
-        if isinstance(item, _Tensor):
-            return item
-        _, _, found, _ = self.open(item.name, None)
-        return without_objects(found, objects, item.name, tensors=False)
+    def value(self, item: _Tensor | _Value) -> Any:
+        """Return a value as it was saved; a tensor is described later."""
+        return item if isinstance(item, _Tensor) else self.open(item.name, None)[2]
 
     def unused(self) -> Iterator[str]:
         """List what the files hold beyond the items: archives that no item names, and bytes of no archive."""

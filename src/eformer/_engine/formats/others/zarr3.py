@@ -20,21 +20,17 @@ from eformer._engine.formats.others.orbax_arrays import (
     describe_leaf,
     open_arrays,
 )
-from eformer._engine.formats.zarr.attributes import (
-    ZARR_JSON,
-    read_attributes,
-    to_metadata,
-)
 from eformer._engine.formats.zarr.layout import count_chunks
+from eformer._engine.formats.zarr.read import missing_chunks, read_attributes, to_metadata
 from eformer._engine.record.dtypes import DTYPES
 from eformer._engine.record.manifest import DataFile, LeafEntry, foreign_tree
 from eformer._engine.record.names import BARE_LEAF
 from eformer._engine.record.text import few
 from eformer._engine.record.values import parse_json, parse_lenient
-from eformer._engine.record.zarray import ZARRAY, parse_zarray
+from eformer._engine.record.zarray import ZARR_JSON, ZARRAY, parse_zarray
 from eformer._engine.stores.base import Store, Version, read_whole
 from eformer._engine.stores.local import on_disk
-from eformer.errors import CorruptionError, FormatError
+from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -187,7 +183,4 @@ def _require_chunks(store: Store, path: str, array: Any) -> None:
         not name.rpartition("/")[2].startswith((".", "zarr.")) for name in store.sizes(path, array.rank + 1)
     )
     if found < expected:
-        raise CorruptionError(
-            f"leaf {path!r}: {expected - found} of {expected} chunks are missing; they are not read as zeros. "
-            "(zarr-python leaves out chunks that equal the fill value, unless write_empty_chunks is set)"
-        )
+        raise missing_chunks(f"leaf {path!r}", expected - found, expected)
