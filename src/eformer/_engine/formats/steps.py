@@ -59,9 +59,11 @@ def steps_in(store: Store) -> list[tuple[int, str]]:
     directories appear whole, a directory that has lost its index is damaged, and is listed: step-100 with files that
     may hold leaves, and run-100 with files or arrays that eformer wrote.
     """
-    names = sorted(_names_by_number(store.kinds()).items())
     if on_disk(store) is not None:
-        return sorted(steps_from_last(store)) if names else []
+        if not (found := sorted(steps_from_last(store))):
+            store.kinds()  # raise if there is no such directory
+        return found
+    names = sorted(_names_by_number(store.kinds()).items())
     are_steps = _looked_at(store, [name for _, several in names for name in several])
     chosen = [(number, [name for name in several if are_steps[name]]) for number, several in names]
     return [(number, several[0]) for number, several in chosen if several]

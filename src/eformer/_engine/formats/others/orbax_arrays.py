@@ -191,13 +191,9 @@ def read_scalar(store: ArrayStore, path: str, array: Any) -> Any:
             f"leaf {path!r} of {store.directory} should be a scalar, but is "
             f"{array.dtype.name}{list(array.shape)}"
         )
-    try:
-        (whole,) = split_into_chunks(path, array, array.dtype.numpy_dtype.itemsize)
+    (whole,) = split_into_chunks(path, array, array.dtype.numpy_dtype.itemsize)
+    with locating(f"leaf {path!r} of {store.directory} cannot be read"):
         return np.asarray(whole.read()).item()
-    except FormatError:
-        raise
-    except Exception as error:  # damaged files make TensorStore raise anything
-        raise CorruptionError(f"leaf {path!r} of {store.directory} cannot be read: {brief(error)}") from error
 
 
 def describe_leaf(leaf: ZarrArray, array: Any, chunks: list[Chunk], first_file: int) -> LeafEntry:
@@ -244,10 +240,13 @@ class Chunk(Struct, frozen=True):
     blosc: BloscChunks | None = None
 
     def read(self) -> Any:
-        """Read the box. Raise a FormatError, or anything, if it cannot be decoded."""
-        if self.blosc:
-            self.blosc.require_claims(self.box)
-        return self.array[self.box.slices].read().result()
+        """Read the box. Raise a CorruptionError if it cannot be decoded."""
+        try:
+            if self.blosc:
+                self.blosc.require_claims(self.box)
+            return self.array[self.box.slices].read().result()
+        except Exception as error:  # damaged files make TensorStore raise anything
+            raise CorruptionError(brief(error)) from error
 
 
 def split_into_chunks(path: str, array: Any, itemsize: int) -> list[Chunk]:
@@ -281,11 +280,7 @@ class ChunkFiles(UnchangingFiles):
         self._chunks = chunks
 
     def read_into(self, number: int, memory: memoryview, offset: int) -> int:
-        chunk = self._chunks[number]
-        try:
-            found = chunk.read()
-        except Exception as error:  # damaged files make TensorStore raise anything
-            raise CorruptionError(brief(error)) from error
+        found = self._chunks[number].read()
         data = np.ascontiguousarray(found).reshape(-1).view(np.uint8)[offset : offset + len(memory)]
         memory[: len(data)] = data.data
         return len(data)

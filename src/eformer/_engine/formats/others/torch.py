@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from eformer._engine.formats.found import Foreign, Found, Place, foreign_found
 from eformer._engine.formats.left_out import left_out
-from eformer._engine.formats.nested_names import nest, split_spelled
+from eformer._engine.formats.nested_names import nest, split_spelled, tree_of_paths
 from eformer._engine.formats.others.flax import flatten_message
 from eformer._engine.formats.others.single_file import ArrayInFile, SingleFile, describe_file, read_file
 from eformer._engine.formats.others.torch_pickles import OtherTensor, Pickled, Storage, Tensor, unpickle
@@ -251,18 +251,12 @@ def _is_plain(node: Any) -> bool:
 
 def _split_names(tensors: dict[Any, Any]) -> dict[Any, Any]:
     """Return nested dicts of a state dict, whose names are paths, as safetensors files of the model have it."""
-    root: dict[Any, Any] = {}
-    for name, tensor in tensors.items():
-        *above, last = name.split(".") if isinstance(name, str) else [name]
-        holder = root
-        for part in above:
-            holder = holder.setdefault(part, {})
-            if not isinstance(holder, dict):  # both "a" and "a.b" are tensors
-                return tensors
-        if last in holder or not all(isinstance(name, str) and part for part in (*above, last)):
-            return tensors
-        holder[last] = tensor
-    return root
+    if not all(type(name) is str and all(name.split(".")) for name in tensors):
+        return tensors
+    try:
+        return dict(tree_of_paths((name.split("."), tensor) for name, tensor in tensors.items()))
+    except FormatError:  # both "a" and "a.b" are tensors
+        return tensors
 
 
 def _require_bounded(file: SingleFile, tensors: Mapping[str, Tensor]) -> None:

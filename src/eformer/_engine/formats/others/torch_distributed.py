@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from eformer._engine.formats.found import Foreign, Found, Place, foreign_found
 from eformer._engine.formats.left_out import left_out
+from eformer._engine.formats.nested_names import tree_of_paths
 from eformer._engine.formats.others.flax import flatten_message
 from eformer._engine.formats.others.single_file import SingleFile, open_single_file
 from eformer._engine.formats.others.torch import (
@@ -178,7 +179,7 @@ def _describe(
     with ExitStack() as stack:
         files = {name: stack.enter_context(open_single_file(store, name)) for name in names}
         reader = _Reader(files, names, stored)
-        tree = _tree([(item.name, reader.value(item)) for item in items], paths)
+        tree = tree_of_paths((path, reader.value(item)) for path, item in _paths(items, paths))
         structure, leaves = flatten_message(without_objects(tree, objects, tensor=_Tensor))
         entries = {name: reader.leaf(item) for name, item in leaves.items() if isinstance(item, _Tensor)}
         versions |= {name: file.version for name, file in files.items()}
@@ -204,36 +205,13 @@ def _describe(
     return foreign_found(store.url, store, FORMAT, {"": described}, versions, foreign)
 
 
-class _Holder(dict[Any, Any]):
-    """A dict or a list that has items. A container that was saved as a whole is an item."""
-
-
-def _tree(items: Sequence[tuple[str, Any]], paths: Mapping[str, Any]) -> Any:
-    """Return the tree that was saved, of named items."""
-    root = _Holder()
-    for name, item in items:
-        path = paths.get(name, (name,))
+def _paths(items: Sequence[_Tensor | _Value], paths: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the items with their paths in the tree that was saved."""
+    for item in items:
+        path = paths.get(item.name, (item.name,))
         if type(path) is not tuple or not path or not all(type(key) in (str, int) for key in path):
-            raise FormatError(f"{name[:200]!r} has a path that makes no sense")
-        holder = root
-        for key in path[:-1]:
-            holder = holder.setdefault(key, _Holder())
-            if type(holder) is not _Holder:
-                raise FormatError(f"{name[:200]!r} is inside of another leaf")
-        if path[-1] in holder:
-            raise FormatError(f"{name[:200]!r} is there twice")
-        holder[path[-1]] = item
-    return _with_lists(root)
-
-
-def _with_lists(node: Any) -> Any:
-    """Return holders whose keys are 0, 1, ... as lists."""
-    if type(node) is not _Holder:
-        return node
-    inside = {key: _with_lists(child) for key, child in node.items()}
-    if inside and all(type(key) is int for key in inside) and set(inside) == set(range(len(inside))):
-        return [inside[number] for number in range(len(inside))]
-    return inside
+            raise FormatError(f"{item.name[:200]!r} has a path that makes no sense")
+        yield path, item
 
 
 class _Reader:
