@@ -161,7 +161,7 @@ class _Packer:
         if isinstance(value, np.ndarray):
             self.write_array(np.asarray(value), place, below_list)
         elif isinstance(value, np.generic):
-            self.write_extension(SCALAR, self.streamed(np.asarray(value), place))
+            self.write_extension(SCALAR, np.asarray(value), place)
         elif isinstance(value, complex):
             pair = b"\x92" + _encode(value.real) + _encode(value.imag)
             self.write(_extension_head(COMPLEX, len(pair)) + pair)
@@ -182,20 +182,27 @@ class _Packer:
                 self.write_array(on_host(value), place, below_list)
             else:
                 name = f"key<{jax.random.key_impl(value)}>"
-                self.write_extension(ARRAY, self.streamed(on_host(jax.random.key_data(value)), place, name))
+                self.write_extension(ARRAY, on_host(jax.random.key_data(value)), place, name)
         except (RuntimeError, jax.errors.JAXTypeError) as error:
             # Deleted by donation, partly on other hosts, or traced.
             error.add_note(f"while serializing the leaf {_where(place)}")
             raise
 
     def write_array(self, array: np.ndarray[Any, Any], place: Place, below_list: bool) -> None:
-        self.write_streamed(self.streamed(array, place), place, below_list)
+        limit = _MAX_ARRAY if below_list else self.max_chunk
+        if array.nbytes > limit:
+            name = self.dtype_name(array, place)
+            self.write_chunks(Streamed(name, array.shape, array.dtype.itemsize, raw_pieces(array)))
+        else:
+            self.write_extension(ARRAY, array, place)
 
     def write_streamed(self, array: Streamed, place: Place, below_list: bool) -> None:
         if array.nbytes > (_MAX_ARRAY if below_list else self.max_chunk):
             self.write_chunks(array)
-        else:
-            self.write_extension(ARRAY, array)
+            return
+        self.write(_array_head(ARRAY, array.shape, array.dtype, array.nbytes))
+        for piece in array.pieces:
+            self.write(piece)
 
     def write_chunks(self, array: Streamed) -> None:
         size = math.prod(array.shape)
@@ -210,17 +217,17 @@ class _Packer:
             self.write(_encode(str(index)) + _array_head(ARRAY, (count,), array.dtype, nbytes))
             pieces.copy(nbytes, self.write)
 
-    def write_extension(self, code: int, array: Streamed) -> None:
-        self.write(_array_head(code, array.shape, array.dtype, array.nbytes))
-        for piece in array.pieces:
+    def write_extension(self, code: int, array: np.ndarray[Any, Any], place: Place, name: str = "") -> None:
+        name = name or self.dtype_name(array, place)
+        self.write(_array_head(code, array.shape, name, array.nbytes))
+        for piece in raw_pieces(array):
             self.write(piece)
 
-    def streamed(self, array: np.ndarray[Any, Any], place: Place, name: str = "") -> Streamed:
+    def dtype_name(self, array: np.ndarray[Any, Any], place: Place) -> str:
         try:
-            name = name or name_of_dtype(array.dtype)
+            return name_of_dtype(array.dtype)
         except LeafError as error:
             raise LeafError(f"{_where(place)}: {error}") from None
-        return Streamed(name, array.shape, array.dtype.itemsize, raw_pieces(array))
 
 
 class _Pieces:

@@ -61,8 +61,6 @@ _MARKS = ("/byteorder", "/.data/serialization_id")
 MODEL = "pytorch_model.bin"
 INDEX = f"{MODEL}.index.json"
 
-_MAX_INDEX = 2**26  # bytes
-
 
 def in_archive(file: SingleFile, first: bytes) -> Found | None:
     """Find the tree of a zip archive that has a pickle of PyTorch in it."""
@@ -353,7 +351,7 @@ def _open_shard(store: Store, name: str) -> Found:
 
 def _in_shards(store: Store, there: Sequence[str]) -> Found:
     """Join the shards that an index lists. Each tensor is in the file that the index says, and in no other."""
-    weights, version = weight_map(store, INDEX, "a model", _MAX_INDEX)
+    weights, version = weight_map(store, INDEX, "a model")
     where = store.path_to(INDEX)
     names = sorted(set(weights.values()))
     if not names:

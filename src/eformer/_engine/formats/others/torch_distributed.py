@@ -33,6 +33,7 @@ from eformer._engine.record.manifest import (
 )
 from eformer._engine.record.text import few
 from eformer._engine.record.values import locating, value_to_json
+from eformer._engine.stores.base import read_whole
 from eformer._engine.stores.virtual_files import VirtualFile, VirtualFiles
 from eformer.errors import CorruptionError, FormatError
 
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 FORMAT = "PyTorch, distributed"
 METADATA, SUFFIX = ".metadata", ".distcp"
 
-_MAX_METADATA = 2**28  # bytes
 _Counts = tuple[int, ...]
 
 
@@ -74,7 +74,7 @@ def by_metadata(place: Place) -> Found | None:
     if METADATA not in place.names or not files:
         return None
     store = place.store
-    data, entry = store.read(METADATA, 0, _MAX_METADATA)
+    data, entry = read_whole(store, METADATA)
     with locating(store.path_to(METADATA)):
         items, paths, stored = _parse(data)
         if lost := {where.file for where in stored.values()} - set(place.names):

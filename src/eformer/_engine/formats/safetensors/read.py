@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
 FOREIGN = "safetensors, of another writer"
 
-_MOST_MANIFEST = 2**29  # bytes
-
 Headers = dict[str, Header]
 """Headers by file name."""
 
@@ -85,7 +83,7 @@ def by_manifest(place: Place) -> Found | None:
     if place.has(INDEX):
         return None
     try:
-        data, _ = read_whole(place.store, MANIFEST, _MOST_MANIFEST)
+        data, _ = read_whole(place.store, MANIFEST)
     except (FileNotFoundError, FormatError):  # or it is a link or a directory
         return None
     if not has_own_digest(data):
@@ -135,7 +133,7 @@ def _find_by_shard(store: Store, name: str) -> Found | None:
 def read_manifest(store: Store) -> tuple[Manifest | None, Version | None]:
     """Read the manifest of a directory and its version; None if it has none, or eformer did not write it."""
     try:
-        data, entry = read_whole(store, MANIFEST, _MOST_MANIFEST)
+        data, entry = read_whole(store, MANIFEST)
     except FileNotFoundError:
         return None, None
     if not has_own_digest(data):
@@ -196,14 +194,20 @@ def _in_checkpoint(store: Store, name: str, header: Header) -> Found | None:
     """Find the checkpoint whose manifest, in the same directory, names the file. If the manifest cannot be read, raise
     only for a file that eformer wrote."""
     try:
-        manifest, _ = read_manifest(store)
+        prefix = prefix_of_file(store, name)
     except FormatError:
         if is_marked(header.metadata):
             raise
         return None
+    return None if prefix is None else in_directory(store, prefix)
+
+
+def prefix_of_file(store: Store, name: str) -> str | None:
+    """Return the prefix of the tree whose manifest, in the same directory, names the file; None if none does."""
+    manifest, _ = read_manifest(store)
     for prefix, tree in manifest.trees.items() if manifest else ():
         if any(file.name == name for file in tree.files):
-            return in_directory(store, prefix)
+            return prefix
     return None
 
 
@@ -324,11 +328,9 @@ def index_of_shard(store: Store, name: str) -> str | None:
     return None
 
 
-def weight_map(
-    store: Store, index: str, what: str = "safetensors files", most: int = 2**29
-) -> tuple[dict[str, str], Version]:
+def weight_map(store: Store, index: str, what: str = "safetensors files") -> tuple[dict[str, str], Version]:
     """Read the index of a model in several files: the file of each tensor, and the version of the index."""
-    data, entry = read_whole(store, index, most)
+    data, entry = read_whole(store, index)
     found = parse_json(data, _Index, f"{store.path_to(index)} is not an index of {what}")
     return found.weight_map, entry.version
 

@@ -30,7 +30,7 @@ from eformer._engine.formats.safetensors.names import (
     renumbered,
     unique_names,
 )
-from eformer._engine.formats.safetensors.read import is_ours, read_manifest
+from eformer._engine.formats.safetensors.read import is_ours, prefix_of_file, read_manifest
 from eformer._engine.formats.write_format import ManifestIndex, is_committed, other_format
 from eformer._engine.record.digests import stamp_digest
 from eformer._engine.record.indexes import INDEX as ZARR_INDEX
@@ -343,9 +343,6 @@ class _NoIndex(NoIndex, frozen=True):
 
 def _is_named(store: Store, name: str) -> bool:
     """Tell whether a manifest names this file of the directory."""
-    try:
-        manifest, _ = read_manifest(store)
-    except FormatError:
-        return False
-    trees = manifest.trees.values() if manifest else ()
-    return any(file.name == name for tree in trees for file in tree.files)
+    with suppress(FormatError):
+        return prefix_of_file(store, name) is not None
+    return False

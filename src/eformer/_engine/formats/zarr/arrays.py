@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -10,16 +11,15 @@ import msgspec
 
 from eformer._engine.formats.write_format import ManifestIndex, is_committed, other_format
 from eformer._engine.formats.zarr.layout import own_nbytes, plan_arrays
-from eformer._engine.formats.zarr.original_structure import parse_structure
-from eformer._engine.formats.zarr.read import array_at, discover, read_index
+from eformer._engine.formats.zarr.read import array_at, discover, read_index, structure_of
 from eformer._engine.record.indexes import FORMAT, INDEX, MANIFEST, ORBAX_TREE, Index, Listed
 from eformer._engine.record.manifest import CommitLog, Manifest, TreeEntry
-from eformer._engine.record.names import escape, is_inside, is_text
+from eformer._engine.record.names import escape, is_text
 from eformer._engine.record.planned import PlannedFile, Source, data_files, leaf_entries
 from eformer._engine.record.process_records import ProcessRecord
 from eformer._engine.record.text import few
 from eformer._engine.record.zarray import ZARRAY
-from eformer._engine.stores.base import Change, Replaced, Store, Upload, read_whole, require_short
+from eformer._engine.stores.base import Change, Replaced, Store, Upload, require_short
 from eformer._engine.stores.local import is_there, on_disk
 from eformer._engine.stores.ocdbt import DatabaseUpload
 from eformer._engine.stores.removal import DATABASE_MARK
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from eformer._engine.record.options import SaveOptions
-
-_MOST_STRUCTURE = 2**29  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,11 +259,6 @@ def _not_told_apart(store: Store, names: set[str]) -> FileExistsError:
 
 def _remove_structure(prefix: str, store: Store, upload: Upload) -> None:
     """Remove the original's record of the structure of a tree that is gone."""
-    name = f"{prefix}_structure.json"
-    if not is_inside(name) or "/" in name:
-        return
-    try:
-        if parse_structure(read_whole(store, name, _MOST_STRUCTURE)[0], name).prefix == prefix:
-            upload.remove([name])
-    except (FileNotFoundError, FormatError, StructureError):  # it is something else
-        pass
+    with suppress(FileNotFoundError, StructureError):  # it is something else
+        if structure_of(store, prefix):
+            upload.remove([f"{prefix}_structure.json"])

@@ -98,7 +98,7 @@ def _listed_tree(store: Store, prefix: str, listed: list[Listed], versions: Vers
     metadata = _metadata(store)
     unreadable = None
     try:
-        if found := _structure(store, prefix):
+        if found := structure_of(store, prefix):
             metadata["custom_metadata"] = value_to_json(found.extras)
             by_path = {array.path: array for array in listed}
             arrays = {name: by_path.get(path, Listed(path)) for name, path in found.arrays.items()}
@@ -114,7 +114,8 @@ def _listed_tree(store: Store, prefix: str, listed: list[Listed], versions: Vers
     return tree
 
 
-def _structure(store: Store, prefix: str) -> OriginalStructure | None:
+def structure_of(store: Store, prefix: str) -> OriginalStructure | None:
+    """Read the original's record of the structure of a tree; None if there is none."""
     name = f"{prefix}_structure.json"
     if not prefix or not is_inside(name) or "/" in name or not store.exists(name):
         return None
