@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 ARRAY_NAME = "checkpoint"  # of the only leaf of an item that is one array
 PROCESS = "ocdbt.process_"  # at the beginning of the names of databases that are parts of another
-AGGREGATE = "checkpoint"
+AGGREGATE = "checkpoint"  # the msgpack file
 
 _PICKLE = 0x80  # the first byte of protocol 2 and above; in msgpack, an empty dict
 _ELEMENT = "ELEMENT"  # the only leaf of an item that is one array, in the msgpack file
@@ -328,7 +328,7 @@ Leaf = ArrayInFile | PlainValue | ZarrArray
 
 @dataclass(frozen=True, slots=True)
 class Aggregate:
-    """The contents of the file: the structure as JSON, and the place of each leaf by name."""
+    """The contents of the msgpack file: the structure as JSON, and the place of each leaf by name."""
 
     nbytes: int
     version: Version
@@ -337,7 +337,7 @@ class Aggregate:
 
 
 def is_aggregate(store: Store) -> bool:
-    """Tell whether the directory has such a file: one of its name that begins like a tree in msgpack."""
+    """Tell whether the directory has the msgpack file: one of its name that begins like a tree in msgpack."""
     try:
         first, entry = store.read(AGGREGATE, 0, 32)
     except (OSError, FormatError):
