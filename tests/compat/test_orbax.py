@@ -192,7 +192,7 @@ def test_a_leaf_that_leads_out_of_the_directory_is_refused(copy, key):
     ("leaves", "problem"),
     [
         ([[("step", False)], [("step", False)]], "'step' twice"),
-        ([[("opt.0.count", False)], [("opt", False), ("0", True), ("count", False)]], "stored as"),
+        ([[("opt.0.count", False)], [("opt", False), ("0", True), ("count", False)]], "are both the array"),
         ([[("step", False)], [("step", False), ("x", False)]], "inside of another|no such array"),
         ([[("x", False)] * 200], "deep|no such array"),
     ],

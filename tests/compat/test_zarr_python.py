@@ -105,7 +105,10 @@ def lz4_inside(described):
         (lambda d: d.update(data_type="float99"), "leaf 'w' is of the type float99"),
         (lambda d: d.update(data_type=[]), r"leaf 'w' is of the type \[\]"),
         (lambda d: d.update(codecs=7), "does not describe a group or an array of zarr 3"),
-        (lambda d: d["codecs"][0]["configuration"].update(codecs=[7]), "its codecs make no sense"),
+        (
+            lambda d: d["codecs"][0]["configuration"].update(codecs=[7]),
+            "does not describe a group or an array of zarr 3",
+        ),
         (lambda d: d.update(shape=[2**40, 2**20]), "cannot hold its arrays, of 4611686018427387904 bytes"),
         (lambda d: d.update(shape=[-1, 10]), "no such array, or it is damaged: .*shape"),
         (
@@ -190,7 +193,7 @@ def test_attributes_may_be_nan_in_groups_and_are_said_to_be_the_problem_in_array
 def test_attributes_that_are_damaged_are_refused(folder, tmp_path, text):
     shutil.copytree(folder / "v2-zstd", tmp_path / "v2")
     (tmp_path / "v2" / ".zattrs").write_text(text)
-    with pytest.raises(FormatError, match=r"\.zattrs (is not JSON|does not hold attributes)"):
+    with pytest.raises(FormatError, match=r"\.zattrs does not hold attributes"):
         checkpoint.load(tmp_path / "v2")
 
 

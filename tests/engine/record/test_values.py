@@ -14,8 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eformer._engine.record.values import is_recorded, value_from_json, value_to_json
-from eformer.errors import StructureError
+from eformer._engine.record.values import (
+    is_recorded,
+    locating,
+    parse_lenient,
+    value_from_json,
+    value_to_json,
+)
+from eformer.errors import CorruptionError, FormatError, StructureError
 from support.trees import assert_same, keys, numpy_scalars
 
 
@@ -191,3 +197,22 @@ for number in range(100):
 def test_several_threads_may_be_the_first_to_parse_a_class():
     done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_lenient_json_may_hold_what_python_writes():
+    found = parse_lenient(
+        b'\xef\xbb\xbf{"a": [NaN, -Infinity], "b": 1%s}' % (b"0" * 30), dict[str, object], "x"
+    )
+    assert math.isnan(found["a"][0])
+    assert found["a"][1] == -math.inf
+    assert found["b"] == 10**30
+    for data in (b"[1]", b"{", b"\xff", b"[" * 100_000):
+        with pytest.raises(FormatError, match=r"^x is odd: "):
+            parse_lenient(data, dict[str, object], "x is odd")
+
+
+def test_an_error_says_where_it_is_and_keeps_its_kind():
+    with pytest.raises(CorruptionError, match=r"^here: gone$"), locating("here"):
+        raise CorruptionError("gone")
+    with pytest.raises(KeyError), locating("here"):
+        raise KeyError("x")

@@ -1,8 +1,11 @@
 """Ranges of a file, read as if they were one file."""
 
+import io
+from functools import partial
+
 import pytest
 
-from eformer._engine.stores.virtual_files import ChainedFiles, JoinedRanges, VirtualFiles
+from eformer._engine.stores.virtual_files import BinaryFile, ChainedFiles, JoinedRanges, VirtualFiles
 
 FILE = bytes(range(100))
 
@@ -83,3 +86,13 @@ def test_virtual_files_follow_the_files_that_they_are_made_of():
     assert [files.map(n) for n in (1, 2)] == ["a1", None]
     files.close()
     assert not real.is_open
+
+
+def test_a_file_object_ends_where_its_part_of_the_file_ends():
+    file = io.BufferedReader(BinaryFile(partial(OneFile().read_into, 0), 40))
+    assert file.seek(-5, io.SEEK_END) == 35
+    assert file.read(10) == FILE[35:40]
+    assert file.seek(7) == 7
+    assert file.read() == FILE[7:40]
+    with pytest.raises(OSError, match="Invalid argument"):
+        file.seek(-41, io.SEEK_END)

@@ -8,14 +8,26 @@ that is known not to hold leaves, such as README.md, config.json or tokenizer.mo
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from eformer._engine.formats.zarr.attributes import ZARR_JSON, chunk_names
+import msgspec
+
 from eformer._engine.record.digests import has_own_digest
 from eformer._engine.record.indexes import INDEX, MANIFEST
 from eformer._engine.record.signature import SIGNATURE
-from eformer._engine.record.zarray import ZARRAY
+from eformer._engine.record.values import parse_lenient
+from eformer._engine.record.zarray import (
+    ZARR_JSON,
+    ZARRAY,
+    ChunkShape,
+    Shape,
+    chunk_counts,
+    is_index,
+    parse_zarray,
+)
+from eformer._engine.stores.base import read_whole
 from eformer._engine.stores.ocdbt import DATABASE_MANIFEST
 from eformer.errors import FormatError
 
@@ -122,3 +134,71 @@ def is_checkpoint(store: Store, path: str) -> bool:
 
 
 _BEGINNING = 2**10
+
+
+# ------------------------------------ names of chunks, whichever version of zarr describes the array
+
+
+class _Grid(msgspec.Struct):
+    chunk_shape: ChunkShape
+
+
+class _ChunkGrid(msgspec.Struct):
+    configuration: _Grid
+
+
+class _Encoding(msgspec.Struct):
+    name: str = "default"
+    configuration: dict[str, Any] = {}
+
+
+class _Zarr3(msgspec.Struct):
+    shape: Shape
+    chunk_grid: _ChunkGrid
+    chunk_key_encoding: _Encoding = msgspec.field(default_factory=_Encoding)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkNames:
+    """The names of an array's chunks: `first`, then as many numbers as it has axes, each less than that of `counts`."""
+
+    counts: tuple[int, ...]
+    separator: str
+    first: str = ""
+
+    def has(self, name: str) -> bool:
+        """Tell whether a path in the array's directory is that of a chunk."""
+        if not self.counts:
+            return name == (self.first or "0")
+        numbers = name.split(self.separator)
+        if self.first and numbers.pop(0) != self.first:
+            return False
+        return is_index(numbers, self.counts)
+
+
+def chunk_names(store: Store, path: str) -> ChunkNames | None:
+    """Read the names of the chunks of the array in a directory; None if there is none, or one whose description makes
+    no sense."""
+    for name, parse in ((ZARRAY, _of_zarr2), (ZARR_JSON, _of_zarr3)):
+        where = f"{path}/{name}" if path else name
+        try:
+            return parse(read_whole(store, where)[0], store.path_to(where))
+        except FileNotFoundError:
+            continue
+        except (FormatError, OSError):
+            return None
+    return None
+
+
+def _of_zarr2(data: bytes, origin: str) -> ChunkNames:
+    array = parse_zarray(data, origin)
+    return ChunkNames(array.counts, array.dimension_separator)
+
+
+def _of_zarr3(data: bytes, origin: str) -> ChunkNames:
+    array = parse_lenient(data, _Zarr3, origin)
+    counts = chunk_counts(array.shape, array.chunk_grid.configuration.chunk_shape)
+    encoding = array.chunk_key_encoding
+    is_default = encoding.name == "default"
+    separator = encoding.configuration.get("separator") or ("/" if is_default else ".")
+    return ChunkNames(counts, str(separator), "c" if is_default else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from eformer._engine.record.names import (
@@ -16,7 +17,7 @@ from eformer._engine.record.names import (
 from eformer.errors import FormatError, MismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 # A name of more parts keeps its last dots: no model has dicts nested that deep.
 _MAX_PARTS = 100
@@ -94,3 +95,55 @@ def nested(leaves: Mapping[str, Parts]) -> tuple[Any, dict[str, str]]:
     if list(names.values()) == [BARE_LEAF]:
         return BARE_LEAF, names
     return {"dict": root}, names
+
+
+# ----------------------------------------------------------------------------------- by paths of keys
+
+
+class Index(str):
+    """A key of a sequence, as text."""
+
+    __slots__ = ()
+
+
+class _Holder(dict[Any, Any]):
+    """A dict or a list on the way to items. A container that is an item itself is of another class."""
+
+
+def tree_of_paths(items: Iterable[tuple[Sequence[Any], Any]]) -> Any:
+    """Return the dicts that hold items at paths of keys, and lists where the keys count from 0 on.
+
+    Keys that count are ints, or texts of the class `Index`. Raise FormatError for items that do not form a tree.
+    """
+    root = _Holder()
+    for path, item in items:
+        name = ".".join(map(str, path))[:200]
+        if not 0 < len(path) <= _MAX_PARTS:
+            raise FormatError(
+                f"leaf {name!r} is nested {len(path)} deep; the depth must be 1 to {_MAX_PARTS}"
+            )
+        holder = root
+        for key in path[:-1]:
+            holder = holder.setdefault(key, _Holder())
+            if type(holder) is not _Holder:
+                raise FormatError(f"leaf {name!r} is inside of another leaf")
+        if path[-1] in holder:
+            raise FormatError(f"it has the leaf {name!r} twice")
+        holder[path[-1]] = item
+    return _with_lists(root)
+
+
+def _with_lists(node: Any) -> Any:
+    if type(node) is not _Holder:
+        return node
+    inside = {key: _with_lists(child) for key, child in node.items()}
+    numbered = {_number(key): child for key, child in inside.items()}
+    if inside and numbered.keys() == set(range(len(inside))):
+        return [numbered[number] for number in range(len(inside))]
+    return {str(key) if type(key) is Index else key: child for key, child in inside.items()}
+
+
+def _number(key: Any) -> int | None:
+    if type(key) is Index:
+        return int(key) if re.fullmatch(r"0|[1-9]\d{0,8}", key, re.ASCII) else None
+    return key if type(key) is int else None

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from eformer._engine.formats.found import Trees, files_of
+from eformer._engine.formats.safetensors.header import metadata_in
 from eformer._engine.formats.safetensors.names import SUFFIX
 from eformer._engine.record.digests import xxh3_128
 from eformer._engine.record.holdings import holders
 from eformer._engine.record.manifest import BoxedTree, LeafEntry, TreeEntry
 from eformer._engine.record.process_records import ProcessRecord, with_records, with_some_records
-from eformer._engine.record.values import parse_json
 from eformer._engine.tasks.pool import run_all
 from eformer.errors import CorruptionError, FormatError
 
@@ -97,10 +96,8 @@ def _read_all(store: Store, tree: TreeEntry, numbers: Sequence[int]) -> dict[int
     def read(number: int) -> None:
         records[number] = _read(tree, number, files, store.path_to(tree.path_of(number)))
 
-    try:
+    with closing(files):
         run_all([partial(read, number) for number in numbers], store.read_threads)
-    finally:
-        files.close()
     return records
 
 
@@ -110,16 +107,13 @@ def _read_all(store: Store, tree: TreeEntry, numbers: Sequence[int]) -> dict[int
 def unreadable(store: Store, tree: TreeEntry) -> list[tuple[str, str]]:
     """List the files whose part of the record cannot be read, with the reasons."""
     problems = []
-    files = files_of(store, tree)
-    try:
+    with closing(files_of(store, tree)) as files:
         for number in range(len(tree.files)):
             name = tree.path_of(number)
             try:
                 _read(tree, number, files, store.path_to(name))
             except (OSError, FormatError) as error:
                 problems.append((name, str(error)))
-    finally:
-        files.close()
     return problems
 
 
@@ -139,13 +133,5 @@ def _read(tree: TreeEntry, number: int, files: Files, origin: str) -> ProcessRec
     data = bytes(header)
     if not file.name.endswith(SUFFIX):
         return ProcessRecord.from_json(data, origin)
-    carried = parse_json(data[8:], _Header, f"{origin} has no valid record of its process")
-    return ProcessRecord.from_json(carried.metadata.part, origin)
-
-
-class _Metadata(msgspec.Struct):
-    part: str
-
-
-class _Header(msgspec.Struct):
-    metadata: _Metadata = msgspec.field(name="__metadata__")
+    metadata = metadata_in(data, f"{origin} has no valid record of its process")
+    return ProcessRecord.from_json(metadata.get(CARRIED, ""), origin)

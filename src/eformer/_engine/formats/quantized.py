@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.names import readable
 from eformer._engine.record.text import few
+from eformer._engine.record.values import parse_lenient
 from eformer._engine.stores.base import Store, read_whole
 from eformer.errors import FormatError, QuantizedError
 
@@ -267,24 +268,14 @@ def _parts_of(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _read_config(store: Store, file: str) -> dict[str, Any]:
     try:
-        return _parsed(read_whole(store, file, _MOST_CONFIG)[0], store.path_to(file))
+        data, _ = read_whole(store, file, _MOST_CONFIG)
+        return parse_lenient(data, dict[str, Any], f"{store.path_to(file)} is not a configuration")
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (FormatError, PermissionError) as error:  # the leaves may still tell
         if file != _ANYBODYS:
             logger.warning("%s; whether it says that the model is quantised is not known", error)
         return {}
-
-
-def _parsed(data: bytes, path: str) -> dict[str, Any]:
-    """Parse a configuration as Python reads JSON: with Infinity, large integers and a byte order mark."""
-    try:
-        config = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is not a configuration: {error}") from error
-    if not isinstance(config, dict):
-        raise FormatError(f"{path} is not a configuration: it holds a {type(config).__name__}")
-    return config
 
 
 def _method(config: Mapping[str, Any]) -> str:

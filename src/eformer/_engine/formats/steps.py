@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, SupportsIndex
 
 from eformer._engine.formats.found import kinds_if_there
-from eformer._engine.formats.others.orbax_items import has_items
+from eformer._engine.formats.others.orbax import has_items
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, PRIVATE, SUFFIX
 from eformer._engine.formats.safetensors.read import marked_file
 from eformer._engine.formats.zarr.read import array_at, discover
@@ -29,7 +29,7 @@ from eformer._engine.tasks.pool import run_all
 from eformer.errors import EformerError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from eformer._engine.stores.base import Kind, Store
 
@@ -60,7 +60,9 @@ def steps_in(store: Store) -> list[tuple[int, str]]:
     may hold leaves, and run-100 with files or arrays that eformer wrote.
     """
     if on_disk(store) is not None:
-        return list(_steps_of(store, lambda: _names_by_number(store.kinds())))
+        if not (found := sorted(steps_from_last(store))):
+            store.kinds()  # raise if there is no such directory
+        return found
     names = sorted(_names_by_number(store.kinds()).items())
     are_steps = _looked_at(store, [name for _, several in names for name in several])
     chosen = [(number, [name for name in several if are_steps[name]]) for number, several in names]
@@ -79,18 +81,14 @@ def _looked_at(store: Store, names: Sequence[str]) -> dict[str, bool]:
 
 
 def steps_from_last(store: Store) -> Iterator[tuple[int, str]]:
-    """Find the steps of a run by number and name, the last step first. Looks only into those that are asked for."""
-    return _steps_of(store, lambda: _names_by_number(kinds_if_there(store)), reverse=True)
+    """Find the steps of a run by number and name, the last step first. Looks only into those that are asked for.
 
-
-def _steps_of(
-    store: Store, list_names: Callable[[], dict[int, list[str]]], *, reverse: bool = False
-) -> Iterator[tuple[int, str]]:
-    """Yield the steps among the names that are listed. If none of them is a step, list again until the names stay the
-    same: a run that keeps one step may have removed it after it was listed, and committed the next one before."""
+    If none of the names that are listed is a step, list again until the names stay the same: a run that keeps one step
+    may have removed it after it was listed, and committed the next one before.
+    """
     before: object = None
     is_found = False
-    while not is_found and before != (names := sorted(list_names().items(), reverse=reverse)):
+    while not is_found and before != (names := sorted(_names_in(store).items(), reverse=True)):
         before = names
         for step in _steps_among(store, names):
             is_found = True
@@ -104,7 +102,7 @@ def last_step_in(store: Store) -> tuple[int, str] | None:
 
 def name_of_step(store: Store, number: int) -> str:
     """Return the name that a step of a run has, or will have. Looks into no other directory."""
-    names = _names_by_number(kinds_if_there(store)).get(number, [])
+    names = _names_in(store).get(number, [])
     return next((name for _, name in _steps_among(store, [(number, names)])), step_name(number))
 
 
@@ -122,7 +120,7 @@ def name_to_save(store: Store, number: int) -> str:
 def remains_in(store: Store, known: Collection[str]) -> list[str]:
     """List the directories that have the names of steps, and are not steps: remains of dead saves and of removals. The
     steps that are `known` are not looked at again."""
-    names = [name for several in _names_by_number(kinds_if_there(store)).values() for name in several]
+    names = [name for several in _names_in(store).values() for name in several]
     return [name for name in names if name not in known and not _is_step(store, name)]
 
 
@@ -163,6 +161,10 @@ def is_run(store: Store) -> bool:
         return may_be_run(store.kinds()) and last_step_in(store) is not None
     except (OSError, EformerError):
         return False
+
+
+def _names_in(store: Store) -> dict[int, list[str]]:
+    return _names_by_number(kinds_if_there(store))
 
 
 def _names_by_number(kinds: Mapping[str, Kind]) -> dict[int, list[str]]:

@@ -15,7 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from eformer._engine.record.indexes import FORMAT, INDEX, SAFETENSORS
 from eformer._engine.stores import base as stores
+from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
@@ -53,6 +55,15 @@ class ManifestIndex:
 
     def has_committed(self, save_id: str) -> bool:
         return self.manifest.has_committed(save_id)
+
+
+def other_format(store: Store, index: str) -> FileExistsError:
+    """Say that the directory has the index of the other format."""
+    format_name = FORMAT if index == INDEX else SAFETENSORS
+    return FileExistsError(
+        f"{store.path_to(index)} is there: the directory holds a checkpoint of another format, or something else. "
+        f"Save to another directory, or with format={format_name!r}"
+    )
 
 
 class WriteFormat(Protocol):
@@ -94,3 +105,11 @@ class WriteFormat(Protocol):
 
     def is_committed(self, store: Store, save_id: str) -> bool:
         """Tell whether the index names a save; True if that cannot be known."""
+
+
+def is_committed(format: WriteFormat, store: Store, save_id: str) -> bool:  # noqa: A002
+    """Tell whether the index names a save; True if that cannot be known: nothing is removed that might be named."""
+    try:
+        return format.read_index(store).has_committed(save_id)
+    except (OSError, FormatError):
+        return True

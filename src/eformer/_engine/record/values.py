@@ -14,6 +14,7 @@ import reprlib
 import struct
 import sys
 import threading
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,7 +26,7 @@ from eformer._engine.record.names import escape, unescape
 from eformer.errors import FormatError, StructureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 # The errors of decoding malformed JSON: invalid syntax, invalid UTF-8, or nesting that is too deep.
@@ -53,6 +54,23 @@ def parse_json(data: bytes | str | msgspec.Raw, kind: type[T], problem: str) -> 
         return json_decoder(kind).decode(data)
     except MALFORMED_JSON as error:
         raise FormatError(f"{problem}: {error}") from error
+
+
+def parse_lenient(data: bytes, kind: type[T], problem: str) -> T:
+    """Parse JSON as Python writes it, with NaN, Infinity and lone surrogates, which `parse_json` refuses."""
+    try:
+        return msgspec.convert(json.loads(data), kind)
+    except (*MALFORMED_JSON, ValueError) as error:
+        raise FormatError(f"{problem}: {str(error)[:200]}") from error
+
+
+@contextmanager
+def locating(where: str) -> Iterator[None]:
+    """Put `where` before the message of a FormatError that the block raises."""
+    try:
+        yield
+    except FormatError as error:
+        raise type(error)(f"{where}: {error}") from error
 
 
 _decoders: dict[Any, Any] = {}

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 ZARRAY = ".zarray"
+ZARR_JSON = "zarr.json"  # of zarr 3
 MOST_ZARRAY = 2**20  # bytes
 
 _few = msgspec.Meta(max_length=32)  # axes: the limit of TensorStore

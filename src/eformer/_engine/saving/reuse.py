@@ -201,17 +201,17 @@ def _look(
             _log_damage(earlier, entry, problem)
             return None
         opened = open_header(earlier.store, file.name)
-        save_id = save_of(opened.header.metadata)
+        save_id = save_of(opened.metadata)
         if not save_id:
             raise FormatError("it does not say which save wrote it")
         if not is_of_save:
             raise FormatError("it is not the file that was written")
-        if other := tensors - opened.header.tensors.keys():
+        if other := tensors - opened.tensors.keys():
             raise FormatError(f"it has another name for the tensor {min(other)!r}")
     except (OSError, FormatError) as error:
         logger.warning("reuse: cannot link %s, writing it again: %s", earlier.store.path_to(file.name), error)
         return None
-    has_more = bool(opened.header.tensors.keys() - tensors)
+    has_more = bool(opened.tensors.keys() - tensors)
     name = own_name(file.name, save_id, is_private=has_more or (file.name.endswith(PRIVATE) and not whole))
     is_barred = save_id in barred or name in barred
     return None if is_barred or (whole and has_more) else (entry, name)

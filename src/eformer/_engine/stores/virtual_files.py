@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -52,6 +55,32 @@ class JoinedRanges(Struct, frozen=True):
                 break
             offset = max(0, offset - nbytes)
         return done
+
+
+class BinaryFile(io.RawIOBase):
+    """A file object of `nbytes` whose bytes `read` gives, for libraries that want one."""
+
+    def __init__(self, read: ReadInto, nbytes: int) -> None:
+        super().__init__()
+        self._read, self._nbytes, self._at = read, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
+        if self._at < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return self._at
+
+    def readinto(self, memory: Any) -> int:
+        inside = memoryview(memory).cast("B")[: max(0, self._nbytes - self._at)]
+        found = self._read(inside, self._at) if inside else 0
+        self._at += found
+        return found
 
 
 class UnchangingFiles:

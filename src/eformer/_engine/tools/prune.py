@@ -15,7 +15,6 @@ from posixpath import split
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.others import orbax
-from eformer._engine.formats.others.orbax_aggregate import AGGREGATE
 from eformer._engine.formats.others.orbax_metadata import (
     ARRAY_METADATAS,
     COMMITTED,
@@ -23,6 +22,7 @@ from eformer._engine.formats.others.orbax_metadata import (
     STRINGS,
     TREE_METADATA,
 )
+from eformer._engine.formats.others.orbax_reader import AGGREGATE
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX, split_shard
 from eformer._engine.formats.steps import CHECKPOINTER_FILE, MARKS, is_removed
 from eformer._engine.formats.zarr.read import FOREIGN as ARRAYS

@@ -18,7 +18,7 @@ import struct
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, overload
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol
 
 import msgspec
 import numpy as np
@@ -28,6 +28,10 @@ from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from eformer._engine.formats.others.single_file import Window
+
+    Message = memoryview | Window  # bytes in memory or in a file, of which a long slice is not read yet
 
 # The framing of a larger message is checked in C before anything is built from it, so that a broken one is
 # refused in milliseconds and without memory, however many small values it begins with. The reader then explains
@@ -53,18 +57,6 @@ MAX_DEPTH = 900
 MAX_LENGTH = 2**32 - 1
 
 _KEYS = frozenset({str, int, bool, float, complex, bytes, type(None)})
-
-
-class Message(Protocol):
-    """Bytes in memory or in a file. A long slice of a file may be a Message too, which is not read yet."""
-
-    def __len__(self) -> int: ...
-
-    @overload
-    def __getitem__(self, at: int, /) -> int: ...
-
-    @overload
-    def __getitem__(self, at: slice, /) -> Any: ...
 
 
 class ArrayMaker(Protocol):
@@ -108,35 +100,24 @@ def read_array_head(head: memoryview) -> tuple[Any, Any, int, int]:
 class _NoArrays:
     """Refuses arrays, where a shape or a name is expected."""
 
-    def make(self, payload: Any, at: int) -> NoReturn:
+    def make(self, *_: Any) -> NoReturn:
         raise FormatError("an array inside of the description of an array")
 
-    def join(self, shape: list[int], chunks: Sequence[Any]) -> NoReturn:
-        raise FormatError("an array inside of the description of an array")
+    join = make
 
 
-def _framing_problem(view: memoryview) -> str | None:
-    try:
-        return _decode_problem(view)
-    except RecursionError:
-        # Either the message is deep or the caller's stack: a new thread has an empty stack.
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(_too_deep, view).result()
-
-
-def _decode_problem(view: memoryview) -> str | None:
+def _framing_problem(view: memoryview, *, in_thread: bool = False) -> str | None:
     try:
         msgspec.msgpack.decode(view, type=msgspec.Raw)
     except msgspec.DecodeError as error:
         return str(error)
-    return None
-
-
-def _too_deep(view: memoryview) -> str | None:
-    try:
-        return _decode_problem(view)
     except RecursionError:
-        return f"nested more than {MAX_DEPTH} deep"
+        if in_thread:
+            return f"nested more than {MAX_DEPTH} deep"
+        # Either the message is deep or the caller's stack: a new thread has an empty stack.
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(_framing_problem, view, in_thread=True).result()
+    return None
 
 
 class _List:

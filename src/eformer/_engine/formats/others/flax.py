@@ -7,18 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from eformer._engine.formats.msgpack.reader import PRNG_KEY, Message, read_array_head, read_at_most
+from eformer._engine.formats.msgpack.reader import PRNG_KEY, read_array_head, read_at_most
 from eformer._engine.formats.others.single_file import ArrayInFile, SingleFile, Window, describe_file
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.names import BARE_LEAF, MAX_DEPTH, escape_siblings
-from eformer._engine.record.values import is_recorded, value_to_json
+from eformer._engine.record.values import is_recorded, locating, value_to_json
 from eformer._engine.stores.virtual_files import JoinedRanges
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from eformer._engine.formats.found import Found
+    from eformer._engine.formats.msgpack.reader import Message
 
 FORMAT = "msgpack, of flax"
 # First bytes of maps, of msgpack arrays, and of extensions, which are trees of one array.
@@ -36,19 +37,16 @@ def in_msgpack(file: SingleFile, first: bytes) -> Found | None:
     """Find the tree in a msgpack file, with the structure that was written. No bytes of arrays are read."""
     if not first or first[0] not in BEGINNINGS:
         return None
-    try:
-        structure, leaves = flatten_message(locate_arrays(Window(file)), is_leaf=is_t5x_array)
-        _refuse_external_arrays(leaves)
-        arrays = {
-            name: to_array_in_file(leaf, name)
-            for name, leaf in leaves.items()
-            if isinstance(leaf, ArrayLocation)
-        }
-        values = {
-            name: plain_value_to_json(leaf, name) for name, leaf in leaves.items() if name not in arrays
-        }
-    except FormatError as error:
-        raise FormatError(f"{file.path} begins like msgpack, but cannot be read: {error}") from error
+    arrays: dict[str, ArrayInFile] = {}
+    values: dict[str, Any] = {}
+    with locating(f"{file.path} begins like msgpack, but cannot be read"):
+        structure, leaves = flatten_message(locate_arrays(Window(file)), is_t5x_array)
+        for name, leaf in leaves.items():
+            if isinstance(leaf, ArrayLocation):
+                arrays[name] = to_array_in_file(leaf, name)
+            else:
+                _refuse_external_array(leaf, name)
+                values[name] = plain_value_to_json(leaf, name)
     return describe_file(file, FORMAT, arrays, structure, values=values)
 
 
@@ -57,22 +55,23 @@ def is_t5x_array(node: Any) -> bool:
     return isinstance(node, dict) and node.keys() >= {"driver", "kvstore", "metadata"}
 
 
-def _refuse_external_arrays(leaves: Mapping[str, Any]) -> None:
+def _refuse_external_array(leaf: Any, name: str) -> None:
     """Refuse a file that is only a part of a checkpoint: its texts and dicts that stand for arrays are not leaves."""
-    for name, leaf in leaves.items():
-        if isinstance(leaf, dict) or (isinstance(leaf, str) and leaf.startswith(ORBAX_ARRAY)):
-            raise FormatError(
-                f"leaf {name[:200]!r} is an array beside the file, which is a part of an Orbax or T5X checkpoint: "
-                "pass the path of the directory"
-            )
-        if isinstance(leaf, str) and leaf.startswith(_FLAX_ARRAY):
-            raise FormatError(
-                f"leaf {name[:200]!r} is an array of several processes, which flax stores in a *_gda directory beside "
-                "the file; eformer cannot read it, load it with flax.training.checkpoints"
-            )
+    if isinstance(leaf, dict) or (isinstance(leaf, str) and leaf.startswith(ORBAX_ARRAY)):
+        raise FormatError(
+            f"leaf {name[:200]!r} is an array beside the file, which is a part of an Orbax or T5X checkpoint: "
+            "pass the path of the directory"
+        )
+    if isinstance(leaf, str) and leaf.startswith(_FLAX_ARRAY):
+        raise FormatError(
+            f"leaf {name[:200]!r} is an array of several processes, which flax stores in a *_gda directory beside "
+            "the file; eformer cannot read it, load it with flax.training.checkpoints"
+        )
 
 
-def flatten_message(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[Any, dict[str, Any]]:
+def flatten_message(
+    tree: Any, is_leaf: Callable[[Any], bool] = lambda _: False
+) -> tuple[Any, dict[str, Any]]:
     """Flatten nested dicts, lists and tuples into the structure as JSON and the leaves by name.
 
     The result equals that of `trees.flatten`, which needs jax.

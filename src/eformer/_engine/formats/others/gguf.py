@@ -5,6 +5,7 @@ Tensors of plain numbers are leaves. Quantised ones are blocks of a kind of thei
 
 from __future__ import annotations
 
+import io
 import math
 import struct
 from collections import Counter
@@ -17,7 +18,8 @@ from eformer._engine.formats.found import Foreign, Found
 from eformer._engine.formats.nested_names import nest, parts_of_name
 from eformer._engine.formats.others.single_file import ArrayInFile, SingleFile, describe_file
 from eformer._engine.record.dtypes import MOST_AXES, dtype_from_name
-from eformer._engine.record.values import value_to_json
+from eformer._engine.record.values import locating, value_to_json
+from eformer._engine.stores.virtual_files import BinaryFile
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -35,12 +37,10 @@ _QUANTISED = {
     22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
 _NUMBERS = {
-    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8",
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
 _BOOL, _TEXT, _ARRAY = 7, 8, 9
-_LEAST_NBYTES = {_BOOL: 1, _TEXT: 8, _ARRAY: 12} | {
-    kind: np.dtype(text).itemsize for kind, text in _NUMBERS.items()
-}
+_LEAST_NBYTES = {_TEXT: 8, _ARRAY: 12} | {kind: np.dtype(text).itemsize for kind, text in _NUMBERS.items()}
 
 _VERSIONS = (2, 3)
 _MAX_HEADER = 2**26  # bytes; the vocabulary of a large model takes about a tenth
@@ -73,11 +73,9 @@ def in_gguf(file: SingleFile, first: bytes) -> Found | None:
     """Find the tree of a GGUF file: nested dicts, split at the dots in the names of the tensors."""
     if not first.startswith(MAGIC):
         return None
-    try:
+    with locating(f"{file.path} is a GGUF file that cannot be read"):
         metadata, tensors, start = _read_header(_Header(file))
         end = _require_places(file, tensors, start)
-    except FormatError as error:
-        raise FormatError(f"{file.path} is a GGUF file that cannot be read: {error}") from error
     plain = [tensor for tensor in tensors if tensor.kind in _DTYPES]
     structure, arrays = nest({tensor.name: tensor.in_file(start) for tensor in plain}, parts_of_name)
     left_out = (*_other_files(metadata), *_bytes_after(file, end, _alignment(metadata)))
@@ -119,19 +117,16 @@ class _Header:
     """The beginning of a file, read from one value to the next. Nothing is allocated for what cannot be there."""
 
     def __init__(self, file: SingleFile) -> None:
-        self._file, self._end = file, min(file.nbytes, _MAX_HEADER)
-        self.at, self._ahead, self._ahead_at = len(MAGIC), b"", 0
+        self._end = min(file.nbytes, _MAX_HEADER)
+        self._ahead = io.BufferedReader(BinaryFile(file.read_into, self._end), _READ_AHEAD)
+        self.at = self._ahead.seek(len(MAGIC))
 
     def take(self, nbytes: int) -> bytes:
         """Read the next bytes."""
         if nbytes > self._end - self.at:
             limit = f"allows {_MAX_HEADER}" if self._end == _MAX_HEADER else f"has {self._end}"
             raise FormatError(f"its header needs {nbytes} bytes at {self.at}, but {limit}")
-        begin = self.at - self._ahead_at
-        if begin + nbytes > len(self._ahead):
-            self._ahead = self._file.read(self.at, max(nbytes, _READ_AHEAD))
-            self._ahead_at, begin = self.at, 0
-        found = self._ahead[begin : begin + nbytes]
+        found = self._ahead.read(nbytes)
         if len(found) < nbytes:
             raise FormatError("it has become shorter")
         self.at += nbytes
@@ -159,8 +154,6 @@ class _Header:
         """Read a value of metadata. Texts may be any bytes: some tokens of a vocabulary are not UTF-8."""
         if kind in _NUMBERS:
             return self._numbers(kind, 1)[0]
-        if kind == _BOOL:
-            return self._booleans(1)[0]
         if kind == _TEXT:
             return self.text("surrogateescape")
         if kind != _ARRAY:
@@ -171,19 +164,14 @@ class _Header:
         count = self.count(_LEAST_NBYTES.get(inner, 1))
         if inner in _NUMBERS:
             return self._numbers(inner, count)
-        if inner == _BOOL:
-            return self._booleans(count)
         return [self.value(inner, depth + 1) for _ in range(count)]
 
     def _numbers(self, kind: int, count: int) -> list[Any]:
         dtype = np.dtype(_NUMBERS[kind])
-        return list(np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist())
-
-    def _booleans(self, count: int) -> list[bool]:
-        data = self.take(count)
-        if data.strip(b"\0\1"):
+        data = self.take(count * dtype.itemsize)
+        if kind == _BOOL and data.strip(b"\0\1"):
             raise FormatError("its metadata has a boolean that is neither 0 nor 1")
-        return [byte == 1 for byte in data]
+        return list(np.frombuffer(data, dtype).tolist())
 
 
 def _read_header(header: _Header) -> tuple[dict[str, Any], list[Tensor], int]:

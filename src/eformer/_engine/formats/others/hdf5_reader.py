@@ -1,4 +1,4 @@
-"""Read where the datasets of an HDF5 file are. Run in a process of its own, which `hdf5.py` starts and feeds.
+"""Read where the datasets of an HDF5 file are. Run in a process of its own, which `keras_files.py` starts and feeds.
 
 The library of HDF5 is in C, and a damaged file can keep it busy for ever, or end its process.
 """
@@ -11,12 +11,14 @@ import re
 import resource
 import struct
 import sys
+from functools import partial
 from importlib import import_module
 from typing import IO, TYPE_CHECKING, Any
 
 from eformer._engine.record.dtypes import DTYPES
 from eformer._engine.record.text import few
 from eformer._engine.record.values import value_to_json
+from eformer._engine.stores.virtual_files import BinaryFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -41,7 +43,7 @@ def main(file_nbytes: int, seconds: int, memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     inside, outside = sys.stdin.buffer, sys.stdout.buffer
     try:
-        result = read(_Remote(inside, outside, file_nbytes))
+        result = read(BinaryFile(partial(_asked, inside, outside), file_nbytes))
     except _NotPlainError as error:
         result = {"odd": str(error)}
     except Exception as error:  # noqa: BLE001  damaged files make HDF5 raise anything
@@ -51,34 +53,13 @@ def main(file_nbytes: int, seconds: int, memory: int) -> None:
     outside.flush()
 
 
-class _Remote(io.RawIOBase):
-    """The file, whose bytes the parent sends."""
-
-    def __init__(self, inside: IO[bytes], outside: IO[bytes], nbytes: int) -> None:
-        super().__init__()
-        self._inside, self._outside, self._nbytes, self._at = inside, outside, nbytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
-        self._at = max(0, start + offset)
-        return self._at
-
-    def readinto(self, memory: Any) -> int:
-        wanted = min(len(memory), max(0, self._nbytes - self._at))
-        if not wanted:
-            return 0
-        self._outside.write(REQUEST.pack(self._at, wanted))
-        self._outside.flush()
-        (nbytes,) = ANSWER.unpack(self._inside.read(ANSWER.size))
-        memory[:nbytes] = self._inside.read(nbytes)
-        self._at += nbytes
-        return int(nbytes)
+def _asked(inside: IO[bytes], outside: IO[bytes], memory: memoryview, offset: int) -> int:
+    """Fill memory with bytes of the file, which the parent sends."""
+    outside.write(REQUEST.pack(offset, len(memory)))
+    outside.flush()
+    (nbytes,) = ANSWER.unpack(inside.read(ANSWER.size))
+    memory[:nbytes] = inside.read(nbytes)
+    return int(nbytes)
 
 
 def read(raw: io.RawIOBase) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def in_hdf5(file: SingleFile, first: bytes) -> Found | None:
     """Find the tree of an HDF5 file: nested dicts, by the paths of its datasets."""
     if not first.startswith(MAGIC):
         return None
-    return _describe(file, file, 0)
+    return _describe(file, file)
 
 
 def in_keras(file: SingleFile, first: bytes) -> Found | None:
@@ -70,7 +70,6 @@ def in_keras(file: SingleFile, first: bytes) -> Found | None:
     return _describe(
         file,
         file.part(offset, info.compress_size),
-        offset,
         documents={name: _read_document(file, *members[name]) for name in _DOCUMENTS if name in members},
         left_out=tuple(name for name in members if name not in (_WEIGHTS, *_DOCUMENTS) and name[-1:] != "/"),
         find_damages=partial(
@@ -90,7 +89,6 @@ def _read_document(file: SingleFile, info: zipfile.ZipInfo, offset: int) -> Any:
 def _describe(
     file: SingleFile,
     hdf5: SingleFile,
-    start: int,
     *,
     documents: Mapping[str, Any] | None = None,
     left_out: tuple[str, ...] = (),
@@ -104,7 +102,7 @@ def _describe(
                 f"which has {hdf5.nbytes} bytes"
             )
         if array.nbytes:
-            datasets[path] = replace(array, offset=start + array.offset)
+            datasets[path] = replace(array, offset=(hdf5.start or 0) + array.offset)
     structure, arrays = nest(datasets, components_of)
     return describe_file(
         file,

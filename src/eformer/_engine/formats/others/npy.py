@@ -1,6 +1,8 @@
 """Arrays in numpy's .npy format: a header, then the elements, in any byte order, by rows or by columns.
 
-`numpy.savez` and `numpy.savez_compressed` write zip archives with one array in each member.
+`numpy.savez` and `numpy.savez_compressed` write zip archives with one array in each member, and
+`equinox.tree_serialise_leaves` arrays one after the other, without names. Many programs put a line of JSON before the
+latter, with the hyperparameters of the model. A single .npy file has the same form.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ from eformer._engine.formats.others.zip_members import (
     locate_members,
 )
 from eformer._engine.record.dtypes import DTYPES, MOST_AXES, dtype_from_name
+from eformer._engine.record.manifest import UNREADABLE
 from eformer._engine.record.text import few
-from eformer._engine.record.values import value_to_json
+from eformer._engine.record.values import locating, parse_lenient, value_to_json
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
@@ -38,10 +41,12 @@ if TYPE_CHECKING:
     from eformer._engine.stores.virtual_files import ReadInto
 
 FORMAT = "npz"
+EQUINOX = "equinox"
 MAGIC = b"\x93NUMPY"
 
 _USUAL_HEADER = 256  # bytes
 _MAX_HEADER = 2**16
+_MAX_LINE = 2**20  # bytes
 _PIECE = 2**20  # bytes that are decompressed at once
 
 # Only dtypes of this form are passed to numpy: other texts can end the process (SIGFPE).
@@ -229,14 +234,6 @@ def _inflate(read: ReadInto, offset: int, stored_nbytes: int, size: int) -> byte
     return data
 
 
-def inflate_beginning(data: bytes, nbytes: int) -> bytes:
-    """Decompress the first `nbytes` of a record from its first bytes in the file."""
-    try:
-        return zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, nbytes)
-    except zlib.error as error:
-        raise FormatError(f"cannot be decompressed: {error}") from error
-
-
 # ------------------------------------------------------------------------------------------ archives
 
 
@@ -250,10 +247,12 @@ def in_npz(file: SingleFile, first: bytes) -> Found | None:
     records, problems = {}, []
     members = locate_members(file)
     for info, offset in members:
+        where = f"member {info.filename[:200]!r}"
         try:
-            records[info.filename.removesuffix(_SUFFIX)] = _read_record(file, info, offset)
+            with locating(f"{file.path}: {where}"):
+                records[info.filename.removesuffix(_SUFFIX)] = _read_record(file, info, offset)
         except UnsupportedError as error:
-            problems.append(f"member {info.filename[:200]!r}: {error}")
+            problems.append(f"{where}: {error.__cause__}")
     if problems and not any(info.filename.endswith(_SUFFIX) for info, _ in members):
         raise FormatError(
             f"{file.path} is a zip archive without arrays of numpy; if it holds a checkpoint, unpack it first: "
@@ -283,13 +282,8 @@ def in_npz(file: SingleFile, first: bytes) -> Found | None:
 
 def _read_record(file: SingleFile, info: zipfile.ZipInfo, offset: int) -> NpyRecord:
     _require_supported(info)
-    try:
-        header = _read_header(file, info, offset)
-        _require_possible(info, header)
-    except UnsupportedError:
-        raise
-    except FormatError as error:
-        raise FormatError(f"{file.path}: member {info.filename[:200]!r}: {error}") from error
+    header = _read_header(file, info, offset)
+    _require_possible(info, header)
     is_deflated = info.compress_type == _DEFLATED
     return NpyRecord(info.filename, offset, info.compress_size, header, is_deflated, info.CRC)
 
@@ -306,12 +300,17 @@ def _require_supported(info: zipfile.ZipInfo) -> None:
 
 
 def _read_header(file: SingleFile, info: zipfile.ZipInfo, offset: int) -> NpyHeader:
-    stored = info.compress_size
-    if info.compress_type == _STORED:
-        return parse_npy_header(lambda nbytes: file.read(offset, min(nbytes, stored)))
-    return parse_npy_header(
-        lambda nbytes: inflate_beginning(file.read(offset, min(nbytes + _DEFLATE_OVERHEAD, stored)), nbytes)
-    )
+    stored, is_deflated = info.compress_size, info.compress_type == _DEFLATED
+
+    def read(nbytes: int) -> bytes:
+        more = nbytes + _DEFLATE_OVERHEAD if is_deflated else nbytes
+        data = file.read(offset, min(more, stored))
+        try:
+            return zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, nbytes) if is_deflated else data
+        except zlib.error as error:
+            raise FormatError(f"cannot be decompressed: {error}") from error
+
+    return parse_npy_header(read)
 
 
 def _require_possible(info: zipfile.ZipInfo, header: NpyHeader) -> None:
@@ -339,3 +338,75 @@ def _read_text(file: SingleFile, record: NpyRecord) -> str:
     except UnicodeDecodeError as error:
         raise FormatError(f"{where} should be a text, but cannot be decoded: {error}") from error
     return text.rstrip("\0")  # numpy pads texts with these
+
+
+# ------------------------------------------------------------------------------- files of equinox
+
+
+def in_equinox(file: SingleFile, _: bytes) -> Found | None:
+    """Find the arrays of an equinox file, named by their numbers.
+
+    Return None if the file does not begin with an array, or with a line of JSON and an array.
+    """
+    line = _read_first_line(file)
+    if line is None:
+        return None
+    records = _read_records(file, len(line))
+    arrays = {str(number): record.in_file() for number, record in enumerate(records)}
+    return describe_file(
+        file,
+        EQUINOX,
+        arrays,
+        "0" if len(arrays) == 1 else {UNREADABLE: _why_no_structure(file, len(arrays))},
+        metadata=_parse_metadata(file, line),
+        foreign=Foreign(has_names=False),
+    )
+
+
+def _why_no_structure(file: SingleFile, count: int) -> str:
+    return (
+        f"{file.path} holds {count} arrays without names, one after the other, as equinox writes them: pass like= with "
+        "the tree that was saved, or one of its structure; or keys=, of '0', '1', ..., for arrays by number"
+    )
+
+
+def _read_first_line(file: SingleFile) -> bytes | None:
+    """Read the line before the arrays, with its newline; return None if no array follows."""
+    first = file.read(0, len(MAGIC))
+    if first == MAGIC:
+        return b""
+    if first[:1] not in (b"{", b"["):
+        return None
+    line, newline, _ = file.read(0, _MAX_LINE).partition(b"\n" + MAGIC)
+    return line + b"\n" if newline else None
+
+
+def _parse_metadata(file: SingleFile, line: bytes) -> dict[str, Any]:
+    parsed: Any = parse_lenient(line or b"{}", Any, f"{file.path}: the line before the arrays is not JSON")
+    metadata = parsed if isinstance(parsed, dict) else {"hyperparameters": parsed}
+    return {name: value_to_json(value) for name, value in metadata.items()}
+
+
+def _read_records(file: SingleFile, offset: int) -> list[NpyRecord]:
+    """Read the headers of all arrays; list all arrays that are not supported in one error."""
+    records: list[NpyRecord] = []
+    problems = []
+    while offset < file.nbytes:
+        where = f"array {len(records)}, at byte {offset}"
+        with locating(f"{file.path}: {where}"):
+            header = parse_npy_header(partial(file.read, offset))
+        nbytes = header.header_nbytes + header.nbytes
+        if nbytes > file.nbytes - offset:
+            raise FormatError(
+                f"{file.path}: {where}, takes {nbytes} bytes, but only {file.nbytes - offset} are left: the file was "
+                "cut short or is damaged"
+            )
+        try:
+            header.require_supported()
+        except UnsupportedError as error:
+            problems.append(f"{where}: {error}")
+        records.append(NpyRecord(str(len(records)), offset, nbytes, header))
+        offset += nbytes
+    if problems:
+        raise FormatError(f"{file.path} cannot be read: {few(problems)}")
+    return records

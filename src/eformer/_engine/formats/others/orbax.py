@@ -22,31 +22,33 @@ from typing import TYPE_CHECKING, Any
 from eformer._engine.formats.found import Foreign, Found, Place, Trees
 from eformer._engine.formats.left_out import is_checkpoint, left_out
 from eformer._engine.formats.others.flax import flatten_message
-from eformer._engine.formats.others.orbax_aggregate import AGGREGATE, is_aggregate
 from eformer._engine.formats.others.orbax_arrays import ChunkFiles
-from eformer._engine.formats.others.orbax_items import (
-    UNFINISHED,
-    TreeDirectory,
-    find_item,
-    find_tree,
-    holds_documents,
-)
-from eformer._engine.formats.others.orbax_items import steps_in as steps_in
 from eformer._engine.formats.others.orbax_metadata import (
     COMMITTED,
     JSON_FILE,
+    SHARDINGS,
     read_checkpoint_metadata,
     read_json_item,
 )
-from eformer._engine.formats.others.orbax_reader import OrbaxTree, read_tree
+from eformer._engine.formats.others.orbax_reader import (
+    AGGREGATE,
+    ARRAY_NAME,
+    PROCESS,
+    OrbaxTree,
+    TreeDirectory,
+    is_aggregate,
+    read_tree,
+)
 from eformer._engine.formats.safetensors.names import SUFFIX
 from eformer._engine.record.indexes import MANIFEST, ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.record.manifest import Manifest, TreeEntry, foreign_tree
-from eformer._engine.record.step_names import step_number
+from eformer._engine.record.step_names import OF_ORBAX, step_number
 from eformer._engine.record.values import value_to_json
+from eformer._engine.record.zarray import ZARRAY
 from eformer._engine.stores.directory import walk
 from eformer._engine.stores.local import LocalStore, on_disk
 from eformer._engine.stores.local_copy import LocalCopy, copy_of
+from eformer._engine.stores.ocdbt import DATABASE_MANIFEST, list_arrays, require_plain_files
 from eformer._engine.tasks.forks import Lock
 from eformer.errors import EformerError, FormatError, NotFoundError
 
@@ -59,6 +61,11 @@ if TYPE_CHECKING:
 FORMAT = "orbax"
 
 INDICATOR = "orbax.checkpoint"  # an empty file that marks checkpoints of version 1
+
+UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a directory while it is being saved
+
+_JAX_KEY, _NUMPY_KEY = "jax_random_key", "np_random_key"
+_ARRAY_HANDLER = ".ArrayCheckpointHandler"
 
 _MOST_ITEMS = 16  # directories that are looked into
 
@@ -88,7 +95,7 @@ def in_directory(directory: Path, names: Sequence[str]) -> Found | None:
         return in_directory(step, list(LocalStore(step).kinds()))
     items = {name: item for name in names if (item := find_item(directory / name, checkpoint.item_handlers))}
     if items or ORBAX_CHECKPOINT in names or _is_json_alone(names) or holds_documents(directory):
-        documents = _read_documents(directory, {*items, *(checkpoint.custom_metadata or {})})
+        documents = _read_documents(directory, names, {*items, *(checkpoint.custom_metadata or {})})
         if items or documents:
             return _Checkpoint(directory, items, checkpoint, documents).to_found()
     if ORBAX_CHECKPOINT in names:
@@ -115,17 +122,112 @@ def marks(directory: Path) -> list[str]:
     return [*found, AGGREGATE] if is_aggregate(LocalStore(directory)) else found
 
 
+# --------------------------------------------------- the directories that hold trees: items, and steps
+
+
+def holds_tree(path: Path) -> bool:
+    """Tell whether a directory holds a tree itself, not only in its items."""
+    return (path / ORBAX_TREE).is_file() or is_aggregate(LocalStore(path))
+
+
+def find_item(path: Path, handlers: Mapping[str, Any]) -> TreeDirectory | None:
+    """Find the tree of the item at `path`; return None if it is unfinished or holds no tree.
+
+    `handlers` has the class names of the handlers that wrote the items, by item.
+    """
+    if UNFINISHED in path.name or path.is_symlink() or not path.is_dir():
+        return None
+    if tree := find_tree(path, handlers.get(path.name), is_item=True):
+        return tree
+    for name in (_JAX_KEY, _NUMPY_KEY):
+        key, is_jax = path / name, name == _JAX_KEY
+        if not key.is_symlink() and (holds_tree(key) or (is_jax and _holds_array(key))):
+            return TreeDirectory(key, is_single_array=is_jax, key_metadata=f"{name}_metadata")
+    return None
+
+
+def find_tree(path: Path, handler: Any, *, is_item: bool = False) -> TreeDirectory | None:
+    """Find the tree of a directory itself, or the array that it holds.
+
+    `handler` is the class name of the handler that wrote it, or None if that is not known.
+    """
+    is_array = str(handler).endswith(_ARRAY_HANDLER)
+    if holds_tree(path):
+        return TreeDirectory(path, is_single_array=is_array)
+    if (is_array and _holds_array(path)) or _is_array_alone(path, is_item=is_item):
+        return TreeDirectory(path, is_single_array=True)
+    return None
+
+
+def _holds_array(path: Path) -> bool:
+    """Tell whether an item is one array, as Orbax before 0.12 stored it."""
+    return (path / ARRAY_NAME / ZARRAY).is_file() or (path / DATABASE_MANIFEST).is_file()
+
+
+def _is_array_alone(path: Path, *, is_item: bool) -> bool:
+    """Tell whether a directory holds an array as Orbax stores it, the marks of Orbax, and nothing else.
+
+    Orbax does not always record what wrote an item. Without any mark of Orbax, an item is taken for a directory of zarr
+    arrays, of which one happens to have this name.
+    """
+    if not _holds_array(path):
+        return False
+    there, marks = set(LocalStore(path).kinds()), {SHARDINGS, COMMITTED, ORBAX_CHECKPOINT}
+    names = there - marks
+    if DATABASE_MANIFEST not in names:
+        is_marked = there & marks or (path.parent / ORBAX_CHECKPOINT).is_file()
+        return names == {ARRAY_NAME} and (not is_item or bool(is_marked))
+    if any(name not in (DATABASE_MANIFEST, "d") and not name.startswith(PROCESS) for name in names):
+        return False
+    require_plain_files(path)
+    return list_arrays(path) == [ARRAY_NAME]
+
+
+def holds_documents(path: Path) -> bool:
+    """Tell whether a directory holds items of JSON and nothing else. Orbax before 0.5.20 left no mark there."""
+    store = LocalStore(path)
+    kinds = store.kinds()
+    if set(kinds.values()) != {"directory"}:  # scratch of a run is not entered: it may go
+        return False
+    return all(set(store.kinds(name)) - {COMMITTED} == {JSON_FILE} for name in kinds)
+
+
+def steps_in(directory: Path, names: Sequence[str]) -> list[str]:
+    """List the directories of finished steps among `names`, the last step last.
+
+    A step that is being saved has another name and is not listed.
+    """
+    numbers = OF_ORBAX.numbers(names)
+    items = {name: name.rpartition("_")[0] not in ("", "checkpoint") for name in numbers}
+    found = [name for name in numbers if _is_step(directory / name, may_be_item=items[name])]
+    return sorted(found, key=lambda name: (numbers[name], name))
+
+
+def _is_step(path: Path, *, may_be_item: bool) -> bool:
+    """Tell whether a directory with the name of a step is one, and not an item, which is a tree itself."""
+    if path.is_symlink() or not path.is_dir():
+        return (path / ORBAX_CHECKPOINT).is_file()
+    if (path / ORBAX_CHECKPOINT).is_file():
+        return True
+    if holds_tree(path):
+        return not may_be_item
+    return has_items(path) or (not may_be_item and holds_documents(path))
+
+
+def has_items(path: Path) -> bool:
+    """Tell whether a directory has items that are trees."""
+    return any(find_item(path / name, {}) for name in LocalStore(path).kinds())
+
+
 def _is_json_alone(names: Sequence[str]) -> bool:
     """Tell whether a directory is an item of JSON itself. Orbax before 0.5.20 left no mark there."""
     return JSON_FILE in names and set(names) <= {JSON_FILE, COMMITTED, ORBAX_CHECKPOINT}
 
 
-def _read_documents(directory: Path, skip: Container[str]) -> dict[str, Any]:
+def _read_documents(directory: Path, names: Sequence[str], skip: Container[str]) -> dict[str, Any]:
     """Read the items that are JSON, by name, except those to `skip`; of a directory that is such an item itself, it."""
-    names = list(LocalStore(directory).kinds())
-    if _is_json_alone(names):
-        candidates = [""]
-    else:
+    candidates = [""]
+    if not _is_json_alone(names):
         paths = {name: directory / name for name in names if name not in skip}
         candidates = [name for name, path in paths.items() if path.is_dir() and not path.is_symlink()]
     found = {}
@@ -173,7 +275,7 @@ class _Checkpoint:
         return tree.record
 
     def _tree_of_document(self, name: str) -> TreeEntry:
-        structure, leaves = flatten_message(self.documents[name], is_leaf=lambda _: False)
+        structure, leaves = flatten_message(self.documents[name])
         values = {leaf: value_to_json(value) for leaf, value in leaves.items()}
         return foreign_tree(
             saved_at=self.metadata.saved_at,

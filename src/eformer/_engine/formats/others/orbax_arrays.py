@@ -18,6 +18,7 @@ from eformer._engine.record.check import MOST_EXPANSION, require_chunk_for
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.manifest import Coding, Extent, LeafEntry, RecordedSharding
 from eformer._engine.record.names import is_inside
+from eformer._engine.record.values import locating
 from eformer._engine.stores.directory import walk
 from eformer._engine.stores.ocdbt import DATABASE_MANIFEST, require_plain_files
 from eformer._engine.stores.virtual_files import UnchangingFiles
@@ -114,12 +115,13 @@ def open_arrays(store: ArrayStore, leaves: Mapping[str, ZarrArray]) -> dict[str,
 
 
 def _specs(store: ArrayStore, leaves: Mapping[str, ZarrArray]) -> dict[str, dict[str, Any]]:
-    specs: dict[str, dict[str, Any]] = {}
+    leaf_of: dict[str, str] = {}
     for name, leaf in leaves.items():
-        if leaf.path in specs:
-            raise FormatError(f"{store.directory} has two leaves that are stored as {leaf.path[:200]!r}")
-        specs[leaf.path] = _spec(store, name, leaf)
-    return specs
+        if (other := leaf_of.setdefault(leaf.path, name)) != name:
+            raise FormatError(
+                f"{store.directory}: {other[:200]!r} and {name[:200]!r} are both the array {leaf.path[:200]!r}"
+            )
+    return {leaf.path: _spec(store, name, leaf) for name, leaf in leaves.items()}
 
 
 def _spec(store: ArrayStore, name: str, leaf: ZarrArray) -> dict[str, Any]:
@@ -189,13 +191,9 @@ def read_scalar(store: ArrayStore, path: str, array: Any) -> Any:
             f"leaf {path!r} of {store.directory} should be a scalar, but is "
             f"{array.dtype.name}{list(array.shape)}"
         )
-    try:
-        (whole,) = split_into_chunks(path, array, array.dtype.numpy_dtype.itemsize)
+    (whole,) = split_into_chunks(path, array, array.dtype.numpy_dtype.itemsize)
+    with locating(f"leaf {path!r} of {store.directory} cannot be read"):
         return np.asarray(whole.read()).item()
-    except FormatError:
-        raise
-    except Exception as error:  # damaged files make TensorStore raise anything
-        raise CorruptionError(f"leaf {path!r} of {store.directory} cannot be read: {brief(error)}") from error
 
 
 def describe_leaf(leaf: ZarrArray, array: Any, chunks: list[Chunk], first_file: int) -> LeafEntry:
@@ -206,10 +204,8 @@ def describe_leaf(leaf: ZarrArray, array: Any, chunks: list[Chunk], first_file: 
         raise FormatError(
             f"leaf {leaf.path!r} should be of shape {list(leaf.shape or ())}, but is of {list(shape)}"
         )
-    try:
+    with locating(f"leaf {leaf.path!r}"):
         itemsize = dtype_from_name(dtype).itemsize
-    except FormatError as error:
-        raise FormatError(f"leaf {leaf.path!r}: {error}") from error
     if leaf.key and (dtype != "uint32" or not shape):
         raise FormatError(
             f"leaf {leaf.path!r} should hold PRNG keys of {leaf.key!r}, but is {dtype}{list(shape)}"
@@ -244,20 +240,21 @@ class Chunk(Struct, frozen=True):
     blosc: BloscChunks | None = None
 
     def read(self) -> Any:
-        """Read the box. Raise a FormatError, or anything, if it cannot be decoded."""
-        if self.blosc:
-            self.blosc.require_claims(self.box)
-        return self.array[self.box.slices].read().result()
+        """Read the box. Raise a CorruptionError if it cannot be decoded."""
+        try:
+            if self.blosc:
+                self.blosc.require_claims(self.box)
+            return self.array[self.box.slices].read().result()
+        except Exception as error:  # damaged files make TensorStore raise anything
+            raise CorruptionError(brief(error)) from error
 
 
 def split_into_chunks(path: str, array: Any, itemsize: int) -> list[Chunk]:
     """Split an array into the boxes to read: its chunks, or several together if there are very many."""
     shape = tuple(array.shape)
     chunk_shape = tuple(max(1, size) for size in array.chunk_layout.read_chunk.shape or ())
-    try:
+    with locating(f"leaf {path!r}"):
         require_chunk_for(shape, chunk_shape, itemsize)
-    except FormatError as error:
-        raise FormatError(f"leaf {path!r}: {error}") from error
     blosc = blosc_chunks(path, array, chunk_shape, itemsize)
     return [
         Chunk(f"{path}/{where}", array, box, itemsize * math.prod(box.shape), blosc)
@@ -283,11 +280,7 @@ class ChunkFiles(UnchangingFiles):
         self._chunks = chunks
 
     def read_into(self, number: int, memory: memoryview, offset: int) -> int:
-        chunk = self._chunks[number]
-        try:
-            found = chunk.read()
-        except Exception as error:  # damaged files make TensorStore raise anything
-            raise CorruptionError(brief(error)) from error
+        found = self._chunks[number].read()
         data = np.ascontiguousarray(found).reshape(-1).view(np.uint8)[offset : offset + len(memory)]
         memory[: len(data)] = data.data
         return len(data)

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import base64
 import datetime as dt
-import itertools
 import json
 import logging
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from eformer._engine.formats.nested_names import Index, tree_of_paths
+from eformer._engine.formats.others.flax import flatten_message
 from eformer._engine.record.indexes import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.record.manifest import RecordedSharding
-from eformer._engine.record.names import BARE_LEAF, escape, join_name
-from eformer._engine.record.values import MALFORMED_JSON, json_decoder, parse_json
+from eformer._engine.record.names import escape, join_name
+from eformer._engine.record.values import MALFORMED_JSON, json_decoder, locating, parse_json, parse_lenient
 from eformer._engine.stores.base import read_whole
 from eformer._engine.stores.local import LocalStore
 from eformer.errors import FormatError
@@ -43,12 +44,10 @@ COMMITTED = "commit_success.txt"  # an empty file that marks a finished item
 
 _BEGINNING = 64  # bytes
 
-# Kinds of leaves that are empty containers, with their JSON: nothing is stored of them.
-EMPTY_CONTAINERS: dict[str, Any] = {
-    "None": None, "NamedTuple": None, "Dict": {"dict": {}}, "List": {"list": []}, "Tuple": {"tuple": []},
-}  # fmt: skip
+# Kinds of leaves that are empty containers: nothing is stored of them.
+EMPTY_CONTAINERS: dict[str, Any] = {"None": None, "NamedTuple": None, "Dict": {}, "List": [], "Tuple": ()}
 
-_MAX_DEPTH = 100
+T = TypeVar("T")
 
 # ------------------------------------------------------------------------------------------- a checkpoint
 
@@ -81,14 +80,7 @@ class CheckpointMetadata(msgspec.Struct):
 
 def read_checkpoint_metadata(directory: Path) -> CheckpointMetadata:
     """Read `_CHECKPOINT_METADATA`; return an empty one if the file is missing."""
-    try:
-        found: CheckpointMetadata | None = _read_optional(directory, ORBAX_CHECKPOINT, CheckpointMetadata)
-    except FormatError:  # Python's json writes NaN and Infinity, which msgspec refuses
-        with suppress(ValueError, RecursionError, msgspec.ValidationError):
-            document = json.loads(read_whole(LocalStore(directory), ORBAX_CHECKPOINT)[0])
-            return msgspec.convert(document, CheckpointMetadata)
-        raise
-    return found or CheckpointMetadata()
+    return _read_optional(directory, ORBAX_CHECKPOINT, CheckpointMetadata) or CheckpointMetadata()
 
 
 # --------------------------------------------------------------------------------------------- a tree
@@ -125,6 +117,10 @@ class LeafMetadata(msgspec.Struct):
         return ".".join(key.key for key in self.key_metadata)
 
     @property
+    def path(self) -> tuple[str, ...]:
+        return tuple(Index(key.key) if key.is_index else key.key for key in self.key_metadata)
+
+    @property
     def name(self) -> str:
         """Return the leaf's name in eformer: its keys, escaped and joined by dots."""
         return join_name(escape(key.key) for key in self.key_metadata)
@@ -151,8 +147,7 @@ def metadata_of_single_array(name: str) -> TreeMetadata:
 
 def read_tree_metadata(directory: Path) -> TreeMetadata | None:
     """Read `_METADATA`; return None if the file is missing."""
-    found: TreeMetadata | None = _read_optional(directory, ORBAX_TREE, TreeMetadata)
-    return found
+    return _read_optional(directory, ORBAX_TREE, TreeMetadata)
 
 
 def read_strings(directory: Path) -> dict[str, str]:
@@ -245,12 +240,18 @@ def read_is_typed(directory: Path, item: str) -> bool:
 # ------------------------------------------------------------------------------------------------ files
 
 
-def _read(directory: Path, name: str, kind: Any) -> Any:
+def _read(directory: Path, name: str, kind: type[T]) -> T:
     problem = f"{directory / name} is damaged, or was written by an unknown version of Orbax"
-    return parse_json(read_whole(LocalStore(directory), name)[0], kind, problem)
+    data, _ = read_whole(LocalStore(directory), name)
+    try:
+        return parse_json(data, kind, problem)
+    except FormatError:  # the metadata of the user may hold NaN
+        if name != ORBAX_CHECKPOINT:
+            raise
+        return parse_lenient(data, kind, problem)
 
 
-def _read_optional(directory: Path, name: str, kind: Any) -> Any:
+def _read_optional(directory: Path, name: str, kind: type[T]) -> T | None:
     try:
         return _read(directory, name, kind)
     except FileNotFoundError:
@@ -260,56 +261,13 @@ def _read_optional(directory: Path, name: str, kind: Any) -> Any:
 # ----------------------------------------------- the structure of a tree, from the keys of its leaves
 
 
-class _Container(msgspec.Struct):
-    """The children of a container by key; `is_sequence` tells whether the keys are indices."""
-
-    children: dict[str, Any]
-    is_sequence: bool
-
-
 def build_structure(leaves: Sequence[LeafMetadata], origin: str) -> Any:
     """Build the structure of dicts and lists that holds these leaves.
 
     Orbax does not record tuples, namedtuples and classes: they come back as lists and dicts. Leaves that do not form
     a tree raise a FormatError that names `origin`.
     """
-    if len(leaves) == 1 and not leaves[0].key_metadata:
-        return _leaf_to_json(leaves[0])
-    root = _Container(
-        {}, is_sequence=all(leaf.key_metadata[:1] and leaf.key_metadata[0].is_index for leaf in leaves)
-    )
-    for leaf in leaves:
-        _add(root, leaf, origin)
-    return _container_to_json(root)
-
-
-def _add(root: _Container, leaf: LeafMetadata, origin: str) -> None:
-    keys = leaf.key_metadata
-    if not 0 < len(keys) <= _MAX_DEPTH:
-        raise FormatError(
-            f"{origin}: leaf {leaf.name[:200]!r} is nested {len(keys)} deep; the depth must be 1 to {_MAX_DEPTH}"
-        )
-    container = root
-    for key, following in itertools.pairwise(keys):
-        inner = container.children.setdefault(key.key, _Container({}, is_sequence=following.is_index))
-        if not isinstance(inner, _Container):
-            raise FormatError(f"{origin}: leaf {leaf.name[:200]!r} is inside of another leaf")
-        container = inner
-    if keys[-1].key in container.children:
-        raise FormatError(f"{origin} has the leaf {leaf.name[:200]!r} twice")
-    container.children[keys[-1].key] = _leaf_to_json(leaf)
-
-
-def _leaf_to_json(leaf: LeafMetadata) -> Any:
-    return EMPTY_CONTAINERS.get(leaf.value_metadata.value_type, leaf.name or BARE_LEAF)
-
-
-def _container_to_json(node: Any) -> Any:
-    if not isinstance(node, _Container):
-        return node
-    children = node.children
-    has_indices = node.is_sequence and all(key.isdecimal() and len(key) < 10 for key in children)
-    indices = sorted(children, key=int) if has_indices else []
-    if indices and indices == [str(index) for index in range(len(children))]:
-        return {"list": [_container_to_json(children[index]) for index in indices]}
-    return {"dict": {escape(key): _container_to_json(child) for key, child in children.items()}}
+    paths = [(leaf.path, EMPTY_CONTAINERS.get(leaf.value_metadata.value_type, leaf.name)) for leaf in leaves]
+    with locating(origin):
+        tree = paths[0][1] if len(paths) == 1 and not paths[0][0] else tree_of_paths(paths)
+        return flatten_message(tree)[0]

@@ -6,16 +6,11 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from eformer._engine.formats.others.orbax_aggregate import (
-    AGGREGATE,
-    PlainValue,
-    is_aggregate,
-    read_aggregate,
-)
+from eformer._engine.formats.others import flax
 from eformer._engine.formats.others.orbax_arrays import (
     ChunkFiles,
     ZarrArray,
@@ -25,7 +20,6 @@ from eformer._engine.formats.others.orbax_arrays import (
     open_arrays,
     read_scalar,
 )
-from eformer._engine.formats.others.orbax_items import ARRAY_NAME, PROCESS, TreeDirectory
 from eformer._engine.formats.others.orbax_metadata import (
     ARRAY_METADATAS,
     EMPTY_CONTAINERS,
@@ -40,12 +34,18 @@ from eformer._engine.formats.others.orbax_metadata import (
     read_strings,
     read_tree_metadata,
 )
-from eformer._engine.formats.others.single_file import ArrayInFile, Library, describe_array
+from eformer._engine.formats.others.single_file import (
+    ArrayInFile,
+    Library,
+    Window,
+    describe_array,
+    open_single_file,
+)
 from eformer._engine.record.indexes import ORBAX_TREE
 from eformer._engine.record.manifest import DataFile, LeafEntry, TreeEntry, foreign_tree
 from eformer._engine.record.names import BARE_LEAF
 from eformer._engine.record.text import few
-from eformer._engine.record.values import value_to_json
+from eformer._engine.record.values import locating, value_to_json
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.ocdbt import DATABASE_MANIFEST, list_arrays, require_plain_files
 from eformer._engine.stores.virtual_files import ChainedFiles, VirtualFile, VirtualFiles
@@ -54,15 +54,32 @@ from eformer.errors import CorruptionError, FormatError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from eformer._engine.formats.others.orbax_aggregate import Aggregate, Leaf
     from eformer._engine.formats.others.orbax_arrays import ArrayStore, Chunk
     from eformer._engine.formats.others.orbax_metadata import LeafMetadata, TreeMetadata
-    from eformer._engine.stores.base import Files, Version
+    from eformer._engine.stores.base import Files, Store, Version
 
+ARRAY_NAME = "checkpoint"  # of the only leaf of an item that is one array
+PROCESS = "ocdbt.process_"  # at the beginning of the names of databases that are parts of another
+AGGREGATE = "checkpoint"  # the msgpack file
+
+_PICKLE = 0x80  # the first byte of protocol 2 and above; in msgpack, an empty dict
 _ELEMENT = "ELEMENT"  # the only leaf of an item that is one array, in the msgpack file
 
 # The files of an array that lies in the tree's own directory: chunks, and the metadata of zarr 3.
 _FILE_OF_ARRAY = re.compile(r"\d+(\.\d+)*|c|zarr\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class TreeDirectory:
+    """A directory that holds one tree.
+
+    Orbax stores an item that is a single array or PRNG key as a dict with one leaf; `is_single_array` marks it.
+    `key_metadata` names the directory beside it that describes a PRNG key.
+    """
+
+    directory: Path
+    is_single_array: bool = False
+    key_metadata: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,3 +304,112 @@ def _require_same_leaves(
             f"{directory}: {ORBAX_TREE} and the file {AGGREGATE!r} disagree about these leaves: "
             f"{few(problems)[:400]}"
         )
+
+
+# ------------------------------------------------------------------------------------ the msgpack file
+#
+# Orbax up to 0.5.20, flax on top of it, and T5X keep a tree in it: the structure and the small leaves. For every other
+# leaf it names the array beside the file that holds it:
+#
+#     {"step": 3, "w": "PLACEHOLDER://params.w"}                                      Orbax
+#     {"w": {"driver": "zarr", "kvstore": {"path": "target.w"}, "metadata": ...}}     T5X
+
+
+@dataclass(frozen=True, slots=True)
+class PlainValue:
+    """A leaf that is a number, a text or another plain value, as JSON."""
+
+    value: Any
+
+
+# An array in the file, a plain value, or an array beside the file, of which T5X records the driver and the shape.
+Leaf = ArrayInFile | PlainValue | ZarrArray
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregate:
+    """The contents of the msgpack file: the structure as JSON, and the place of each leaf by name."""
+
+    nbytes: int
+    version: Version
+    structure: Any
+    leaves: Mapping[str, Leaf]
+
+
+def is_aggregate(store: Store) -> bool:
+    """Tell whether the directory has the msgpack file: one of its name that begins like a tree in msgpack."""
+    try:
+        first, entry = store.read(AGGREGATE, 0, 32)
+    except (OSError, FormatError):
+        return False
+    if not first or (first[0] == _PICKLE and entry.nbytes > 1):
+        return False
+    return first[0] in flax.BEGINNINGS or flax.ORBAX_ARRAY.encode() in first
+
+
+def read_aggregate(directory: Path) -> Aggregate:
+    """Read the structure, the plain values and the places of the arrays, without the arrays themselves."""
+    with (
+        open_single_file(LocalStore(directory), AGGREGATE) as file,
+        locating(f"{file.path} cannot be read"),
+    ):
+        structure, leaves = flax.flatten_message(flax.locate_arrays(Window(file)), flax.is_t5x_array)
+        placed = {name: _place(leaf, name) for name, leaf in leaves.items()}
+    return Aggregate(file.nbytes, file.version, structure, placed)
+
+
+def _place(leaf: Any, name: str) -> Leaf:
+    if isinstance(leaf, flax.ArrayLocation):
+        return flax.to_array_in_file(leaf, name)
+    if isinstance(leaf, dict):
+        return _parse_t5x_array(leaf, name)
+    if isinstance(leaf, str) and leaf.startswith(flax.ORBAX_ARRAY):
+        return ZarrArray(leaf.removeprefix(flax.ORBAX_ARRAY))
+    return PlainValue(flax.plain_value_to_json(leaf, name))
+
+
+class _KvStore(msgspec.Struct):
+    path: str
+
+
+class _ArrayMetadata(msgspec.Struct):
+    shape: tuple[int, ...]
+
+
+class _Transform(msgspec.Struct, forbid_unknown_fields=True):
+    """The domain of a whole array. Other members mean a part of an array, or something else."""
+
+    input_exclusive_max: list[int | tuple[int]] = []
+    input_inclusive_min: list[int] = []
+
+
+class _Spec(msgspec.Struct, forbid_unknown_fields=True):
+    driver: Literal["zarr", "zarr3"]
+    kvstore: _KvStore
+    metadata: _ArrayMetadata
+    dtype: str = ""
+    path: str = ""
+    transform: _Transform | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Tell whether the specification is of a whole array."""
+        if self.transform is None:
+            return True
+        ends = [end[0] if isinstance(end, tuple) else end for end in self.transform.input_exclusive_max]
+        return ends in ([], list(self.metadata.shape)) and not any(self.transform.input_inclusive_min)
+
+
+def _parse_t5x_array(document: Mapping[Any, Any], name: str) -> ZarrArray:
+    """Parse a TensorStore specification; refuse one of a part of an array, or with unknown members."""
+    try:
+        spec = msgspec.convert(document, _Spec)
+    except msgspec.ValidationError as error:
+        problem = f"leaf {name[:200]!r} is a specification for TensorStore with unknown members"
+        raise FormatError(f"{problem}: {error}") from error
+    if not spec.is_whole:
+        raise FormatError(
+            f"leaf {name[:200]!r} is a part of an array, which is not supported: {document['transform']!r:.200}"
+        )
+    path = "/".join(part.removesuffix("/") for part in (spec.kvstore.path, spec.path) if part)
+    return ZarrArray(path, driver=spec.driver, shape=spec.metadata.shape)

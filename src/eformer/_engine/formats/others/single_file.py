@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-import io
-import os
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import IO, TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal
 
 from eformer._engine.formats.found import FileReader, Foreign, Found, foreign_found
 from eformer._engine.record.manifest import (
@@ -15,14 +12,14 @@ from eformer._engine.record.manifest import (
     DataFile,
     Extent,
     LeafEntry,
-    TreeEntry,
     foreign_tree,
 )
+from eformer._engine.record.values import locating
 from eformer._engine.stores.virtual_files import VirtualFile, VirtualFiles
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from eformer._engine.stores.base import Entry, Files, Store, Version
 
@@ -63,10 +60,6 @@ class SingleFile:
         """Fill `memory` from `offset` on; return the number of bytes, less only at the end of the file."""
         return self.files.read_into(0, memory[: max(0, self.nbytes - offset)], (self.start or 0) + offset)
 
-    def as_binary_file(self) -> IO[bytes]:
-        """Return it as a file object that can be read and sought."""
-        return io.BufferedReader(_Seekable(self))
-
 
 @contextmanager
 def open_single_file(store: Store, name: str) -> Iterator[SingleFile]:
@@ -103,29 +96,6 @@ def _hold(store: Store, name: str) -> tuple[Entry, Files]:
             return entry, files
 
 
-class _Seekable(io.RawIOBase):
-    def __init__(self, file: SingleFile) -> None:
-        super().__init__()
-        self._file, self._at = file, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.nbytes}[whence]
-        if self._at < 0:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return self._at
-
-    def readinto(self, memory: Any) -> int:
-        found = self._file.read_into(memoryview(memory).cast("B"), self._at)
-        self._at += found
-        return found
-
-
 class Window:
     """Bytes of a file, indexed as if they were in memory. A long slice is a window too, and is not read yet.
 
@@ -144,13 +114,7 @@ class Window:
             raise FormatError(f"a plain value of {len(self)} bytes; at most {_MAX_PLAIN_VALUE} are read")
         return self._file.read(0, len(self))
 
-    @overload
-    def __getitem__(self, at: int) -> int: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> bytes | Window: ...
-
-    def __getitem__(self, at: int | slice) -> int | bytes | Window:
+    def __getitem__(self, at: int | slice) -> Any:
         if isinstance(at, int):
             return self._read(at, at + 1)[0]
         start, stop, _ = at.indices(len(self))
@@ -212,12 +176,15 @@ def describe_file(
         structure=structure,
         leaves=entries,
     )
-    try:
+    with locating(file.path):
         tree.check_leaves()
-    except FormatError as error:
-        raise FormatError(f"{file.path}: {error}") from error
-    foreign = replace(foreign or Foreign(), open_files=_opener(file, virtual) if virtual else None)
-    return foreign_found(file.path, file.store, format_name, {"": tree}, {name: file.version}, foreign)
+    foreign, versions = foreign or Foreign(), {name: file.version}
+    if virtual:
+        parts = [(0, part) for part in virtual]
+        foreign = replace(
+            foreign, open_files=lambda _: VirtualFiles(file.store.open([name], versions), parts)
+        )
+    return foreign_found(file.path, file.store, format_name, {"": tree}, versions, foreign)
 
 
 def describe_array(array: ArrayInFile, file_number: int) -> LeafEntry:
@@ -225,12 +192,3 @@ def describe_array(array: ArrayInFile, file_number: int) -> LeafEntry:
     coding = Coding("", array.shape) if array.is_encoded else None  # so that it is read as a whole
     extent = Extent(file_number, array.offset, array.nbytes, "", None, coding)
     return LeafEntry(array.dtype, array.shape, (extent,), home=array.library, key=array.key)
-
-
-def _opener(file: SingleFile, virtual: Sequence[VirtualFile]) -> Callable[[TreeEntry], VirtualFiles]:
-    store, name, version = file.store, file.name, file.version
-
-    def open_files(_: TreeEntry) -> VirtualFiles:
-        return VirtualFiles(store.open([name], {name: version}), [(0, part) for part in virtual])
-
-    return open_files

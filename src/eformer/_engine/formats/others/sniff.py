@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from eformer._engine.formats.others import equinox, flax, gguf, keras_files, npy, torch
+from eformer._engine.formats.others import flax, gguf, keras_files, npy, torch
 from eformer._engine.formats.others.single_file import FIRST_BYTES, SingleFile, open_single_file
 from eformer._engine.formats.quantized import quantization_of
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX
@@ -32,11 +32,11 @@ FILE_READERS: tuple[FileReader, ...] = (
     keras_files.in_keras,
     keras_files.in_hdf5,
     npy.in_npz,
-    equinox.in_equinox,
+    npy.in_equinox,
     gguf.in_gguf,
     flax.in_msgpack,
 )
-FORMATS = (flax.FORMAT, npy.FORMAT, equinox.FORMAT, torch.FORMAT, gguf.FORMAT, keras_files.FORMAT)
+FORMATS = (flax.FORMAT, npy.FORMAT, npy.EQUINOX, torch.FORMAT, gguf.FORMAT, keras_files.FORMAT)
 # The usual ones, for hints.
 SUFFIXES = (".msgpack", ".npz", ".eqx", ".pt", ".pth", ".bin", ".gguf", ".h5", ".keras")
 
@@ -102,7 +102,7 @@ def in_file(store: Store, name: str) -> Found | None:
         for read in FILE_READERS:
             if found := read(file, first):
                 return _with_configuration(found, store)
-        if other := _name_by_suffix(name):
+        if other := _SUFFIXES.get(PurePath(name).suffix.lower()):
             raise _is_other(file, other)
         raise FormatError(
             f"{file.path} is not a checkpoint: it is not called *{SUFFIX}, and begins with {first!r}, unlike "
@@ -147,11 +147,6 @@ def _name_other_format(file: SingleFile, name: str, first: bytes) -> str | None:
     if first[4:8] == _TFLITE:
         return _SUFFIXES[".tflite"]
     return next((what for start, what in _BEGINNINGS.items() if first.startswith(start)), None)
-
-
-def _name_by_suffix(name: str) -> str | None:
-    """Name the format of a file that no reader knows by its suffix."""
-    return _SUFFIXES.get(PurePath(name).suffix.lower())
 
 
 def name_tensorflow(name: str, there: Collection[str]) -> str | None:

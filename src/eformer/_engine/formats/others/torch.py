@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from eformer._engine.formats.found import Foreign, Found, Place, foreign_found
 from eformer._engine.formats.left_out import left_out
-from eformer._engine.formats.nested_names import nest, split_spelled
+from eformer._engine.formats.nested_names import nest, split_spelled, tree_of_paths
 from eformer._engine.formats.others.flax import flatten_message
 from eformer._engine.formats.others.single_file import ArrayInFile, SingleFile, describe_file, read_file
 from eformer._engine.formats.others.torch_pickles import OtherTensor, Pickled, Storage, Tensor, unpickle
@@ -31,7 +31,7 @@ from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.manifest import LeafEntry, TreeEntry, foreign_tree
 from eformer._engine.record.names import BARE_LEAF, split_name, unescape
 from eformer._engine.record.text import few
-from eformer._engine.record.values import is_recorded, value_to_json
+from eformer._engine.record.values import is_recorded, locating, value_to_json
 from eformer._engine.stores.virtual_files import ChainedFiles, ReadInto
 from eformer.errors import CorruptionError, FormatError
 
@@ -60,8 +60,6 @@ _MARKS = ("/byteorder", "/.data/serialization_id")
 
 MODEL = "pytorch_model.bin"
 INDEX = f"{MODEL}.index.json"
-
-_MAX_INDEX = 2**26  # bytes
 
 
 def in_archive(file: SingleFile, first: bytes) -> Found | None:
@@ -160,13 +158,11 @@ def _places_in_stream(
 
 def _unpickle(file: SingleFile, offset: int, nbytes: int) -> Pickled:
     """Read the pickle at an offset. In a stream its length is not known, and most are short."""
-    try:
-        if nbytes > _USUAL_PICKLE:
-            with suppress(FormatError):
-                return unpickle(file.read(offset, _USUAL_PICKLE))
+    if nbytes > _USUAL_PICKLE:
+        with suppress(FormatError):
+            return unpickle(file.read(offset, _USUAL_PICKLE))
+    with locating(f"{file.path} is a file of PyTorch that cannot be read"):
         return unpickle(file.read(offset, min(nbytes, _MAX_PICKLE)))
-    except FormatError as error:
-        raise FormatError(f"{file.path} is a file of PyTorch that cannot be read: {error}") from error
 
 
 def _require_little_endian(file: SingleFile, place: Span | None) -> None:
@@ -188,13 +184,13 @@ def _describe(file: SingleFile, tree: Any, places: Mapping[str, Span], unknown: 
     objects: dict[str, Any] = {}
     nested = without_objects(tree, objects)
     refused = {name: found.kind for name, found in objects.items() if isinstance(found, OtherTensor)}
-    if nested is LEFT_OUT:
+    if nested is _LEFT_OUT:
         what = refused.get(BARE_LEAF) or f"an object of the class {describe_object(objects[BARE_LEAF])}"
         raise FormatError(
             f"{file.path} holds {what}, which eformer does not make; save its state_dict() instead, or to_dense() or "
             "dequantize() of a tensor"
         )
-    structure, leaves = flatten_message(nested, is_leaf=lambda node: False)
+    structure, leaves = flatten_message(nested)
     tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
     _require_bounded(file, tensors)
     arrays = _arrays(file, tensors, places)
@@ -216,30 +212,30 @@ def _describe(file: SingleFile, tree: Any, places: Mapping[str, Span], unknown: 
     )
 
 
-def without_objects(node: Any, objects: dict[str, Any], name: str = "", *, tensors: bool = True) -> Any:
+def without_objects(node: Any, objects: dict[str, Any], name: str = "", *, tensor: type = Tensor) -> Any:
     """Return the tree without objects and other tensors, which are noted by name, and with nested dicts for the dotted
-    names of tensors. Without `tensors`, these are objects, too.
+    names of tensors. `tensor` is the class of these.
 
     An object in a dict leaves no trace; in a list it is None.
     """
 
     def inner(child: Any, key: Any) -> Any:
-        return without_objects(child, objects, f"{name}.{key}" if name else str(key), tensors=tensors)
+        return without_objects(child, objects, f"{name}.{key}" if name else str(key), tensor=tensor)
 
     if isinstance(node, dict):
         inside = {key: inner(child, key) for key, child in node.items()}
-        kept = {key: child for key, child in inside.items() if child is not LEFT_OUT}
-        return split_names(kept) if kept and all(isinstance(c, Tensor) for c in kept.values()) else kept
+        kept = {key: child for key, child in inside.items() if child is not _LEFT_OUT}
+        return _split_names(kept) if kept and all(isinstance(c, tensor) for c in kept.values()) else kept
     if isinstance(node, (list, tuple)):
         items = (inner(child, number) for number, child in enumerate(node))
-        return type(node)(None if item is LEFT_OUT else item for item in items)
-    if node is None or (tensors and isinstance(node, Tensor)) or _is_plain(node):
+        return type(node)(None if item is _LEFT_OUT else item for item in items)
+    if node is None or isinstance(node, tensor) or _is_plain(node):
         return node
     objects[name or BARE_LEAF] = node
-    return LEFT_OUT
+    return _LEFT_OUT
 
 
-LEFT_OUT = object()
+_LEFT_OUT = object()
 
 
 def describe_object(found: Any) -> str:
@@ -251,25 +247,19 @@ def _is_plain(node: Any) -> bool:
     return not isinstance(node, (Object, OtherTensor, Storage, Tensor)) and is_recorded(value_to_json(node))
 
 
-def split_names(tensors: dict[Any, Any]) -> dict[Any, Any]:
+def _split_names(tensors: dict[Any, Any]) -> dict[Any, Any]:
     """Return nested dicts of a state dict, whose names are paths, as safetensors files of the model have it."""
-    root: dict[Any, Any] = {}
-    for name, tensor in tensors.items():
-        *above, last = name.split(".") if isinstance(name, str) else [name]
-        holder = root
-        for part in above:
-            holder = holder.setdefault(part, {})
-            if not isinstance(holder, dict):  # both "a" and "a.b" are tensors
-                return tensors
-        if last in holder or not all(isinstance(name, str) and part for part in (*above, last)):
-            return tensors
-        holder[last] = tensor
-    return root
+    if not all(type(name) is str and all(name.split(".")) for name in tensors):
+        return tensors
+    try:
+        return dict(tree_of_paths((name.split("."), tensor) for name, tensor in tensors.items()))
+    except FormatError:  # both "a" and "a.b" are tensors
+        return tensors
 
 
 def _require_bounded(file: SingleFile, tensors: Mapping[str, Tensor]) -> None:
     """Refuse views that make far more of the file than it has."""
-    total = sum(map(_nbytes, tensors.values()))
+    total = sum(tensor.nbytes for tensor in tensors.values())
     if total > file.nbytes * _MAX_EXPANSION:
         raise FormatError(
             f"{file.path} has {file.nbytes} bytes, of which its tensors would make {total} by using them again"
@@ -285,19 +275,15 @@ def _arrays(
     for name in sorted(tensors, key=lambda name: starts[name]):
         if tensors[name].is_by_rows and starts[name] >= end:
             plain.add(name)
-            end = starts[name] + _nbytes(tensors[name])
-    return {
-        name: ArrayInFile(tensor.dtype, tensor.shape, _nbytes(tensor), starts[name])
-        if name in plain
-        else ArrayInFile(
-            tensor.dtype,
-            tensor.shape,
-            _nbytes(tensor),
-            virtual_file=TensorView(name, starts[name], tensor),
-            is_encoded=True,
-        )
-        for name, tensor in tensors.items()
-    }
+            end = starts[name] + tensors[name].nbytes
+    arrays = {}
+    for name, tensor in tensors.items():
+        array = ArrayInFile(tensor.dtype, tensor.shape, tensor.nbytes, starts[name])
+        if name not in plain:
+            view = TensorView(name, starts[name], tensor)
+            array = replace(array, offset=0, virtual_file=view, is_encoded=True)
+        arrays[name] = array
+    return arrays
 
 
 def start_of(file: SingleFile, name: str, tensor: Tensor, places: Mapping[str, Span]) -> int:
@@ -313,10 +299,6 @@ def start_of(file: SingleFile, name: str, tensor: Tensor, places: Mapping[str, S
     return place.offset + tensor.offset * tensor.itemsize
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.size * tensor.itemsize
-
-
 class TensorView(Struct, frozen=True):
     """The elements of a tensor by rows, whatever its strides are. Read as a whole each time."""
 
@@ -326,7 +308,7 @@ class TensorView(Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        return _nbytes(self.tensor)
+        return self.tensor.nbytes
 
     def read_into(self, read: ReadInto, memory: memoryview, offset: int) -> int:
         tensor = self.tensor
@@ -369,7 +351,7 @@ def _open_shard(store: Store, name: str) -> Found:
 
 def _in_shards(store: Store, there: Sequence[str]) -> Found:
     """Join the shards that an index lists. Each tensor is in the file that the index says, and in no other."""
-    weights, version = weight_map(store, INDEX, "a model", _MAX_INDEX)
+    weights, version = weight_map(store, INDEX, "a model")
     where = store.path_to(INDEX)
     names = sorted(set(weights.values()))
     if not names:

@@ -10,14 +10,13 @@ from msgspec import Struct
 
 from eformer._engine.formats.found import Foreign, Found, Place, foreign_found
 from eformer._engine.formats.left_out import left_out
+from eformer._engine.formats.nested_names import tree_of_paths
 from eformer._engine.formats.others.flax import flatten_message
 from eformer._engine.formats.others.single_file import SingleFile, open_single_file
 from eformer._engine.formats.others.torch import (
-    LEFT_OUT,
     TensorView,
     describe_object,
     open_archive,
-    split_names,
     start_of,
     without_objects,
 )
@@ -33,7 +32,8 @@ from eformer._engine.record.manifest import (
     foreign_tree,
 )
 from eformer._engine.record.text import few
-from eformer._engine.record.values import value_to_json
+from eformer._engine.record.values import locating, value_to_json
+from eformer._engine.stores.base import read_whole
 from eformer._engine.stores.virtual_files import VirtualFile, VirtualFiles
 from eformer.errors import CorruptionError, FormatError
 
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 FORMAT = "PyTorch, distributed"
 METADATA, SUFFIX = ".metadata", ".distcp"
 
-_MAX_METADATA = 2**28  # bytes
 _Counts = tuple[int, ...]
 
 
@@ -75,16 +74,12 @@ def by_metadata(place: Place) -> Found | None:
     if METADATA not in place.names or not files:
         return None
     store = place.store
-    data, entry = store.read(METADATA, 0, _MAX_METADATA)
-    try:
+    data, entry = read_whole(store, METADATA)
+    with locating(store.path_to(METADATA)):
         items, paths, stored = _parse(data)
         if lost := {where.file for where in stored.values()} - set(place.names):
             raise CorruptionError(f"it names files that are missing: {few(sorted(lost))}")
         return _describe(store, items, paths, stored, {METADATA: entry.version})
-    except CorruptionError as error:
-        raise CorruptionError(f"{store.path_to(METADATA)}: {error}") from error
-    except FormatError as error:
-        raise FormatError(f"{store.path_to(METADATA)}: {error}") from error
 
 
 def refuse_unfinished(place: Place) -> None:
@@ -184,8 +179,8 @@ def _describe(
     with ExitStack() as stack:
         files = {name: stack.enter_context(open_single_file(store, name)) for name in names}
         reader = _Reader(files, names, stored)
-        tree = _tree([(item.name, reader.value(item, objects)) for item in items], paths)
-        structure, leaves = flatten_message(tree, is_leaf=lambda node: False)
+        tree = tree_of_paths((path, reader.value(item)) for path, item in _paths(items, paths))
+        structure, leaves = flatten_message(without_objects(tree, objects, tensor=_Tensor))
         entries = {name: reader.leaf(item) for name, item in leaves.items() if isinstance(item, _Tensor)}
         versions |= {name: file.version for name, file in files.items()}
         lengths = [DataFile(name, file.nbytes) for name, file in files.items()]
@@ -210,43 +205,13 @@ def _describe(
     return foreign_found(store.url, store, FORMAT, {"": described}, versions, foreign)
 
 
-def _tree(items: Sequence[tuple[str, Any]], paths: Mapping[str, Any]) -> Any:
-    """Return the tree that was saved, of named items; its dotted names of tensors become nested dicts."""
-    root: dict[Any, Any] = {}
-    for name, item in items:
-        path = paths.get(name, (name,))
+def _paths(items: Sequence[_Tensor | _Value], paths: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the items with their paths in the tree that was saved."""
+    for item in items:
+        path = paths.get(item.name, (item.name,))
         if type(path) is not tuple or not path or not all(type(key) in (str, int) for key in path):
-            raise FormatError(f"{name[:200]!r} has a path that makes no sense")
-        holder = root
-        for key in path[:-1]:
-            holder = holder.setdefault(key, {})
-            if not isinstance(holder, dict):
-                raise FormatError(f"{name[:200]!r} is inside of another leaf")
-        if path[-1] in holder:
-            raise FormatError(f"{name[:200]!r} is there twice")
-        holder[path[-1]] = item if isinstance(item, _Tensor) else _Saved(item)
-    return _as_saved(root)
-
-
-class _Saved(Struct, frozen=True):
-    """A value that was saved as a whole, be it a container or not; `LEFT_OUT` for one that is left out."""
-
-    value: Any
-
-
-def _as_saved(node: Any) -> Any:
-    """Return a dict whose keys are 0, 1, ... as a list, and one of tensors as nested dicts; in a list, None stands for
-    what is left out."""
-    if isinstance(node, _Saved):
-        return node.value
-    if not isinstance(node, dict):
-        return node
-    inside = {key: _as_saved(child) for key, child in node.items()}
-    if inside and all(type(key) is int for key in inside) and set(inside) == set(range(len(inside))):
-        items = (inside[number] for number in range(len(inside)))
-        return [None if item is LEFT_OUT else item for item in items]
-    kept = {key: child for key, child in inside.items() if child is not LEFT_OUT}
-    return split_names(kept) if kept and all(isinstance(c, _Tensor) for c in kept.values()) else kept
+            raise FormatError(f"{item.name[:200]!r} has a path that makes no sense")
+        yield path, item
 
 
 class _Reader:
@@ -276,24 +241,20 @@ class _Reader:
             raise FormatError(
                 f"leaf {item.name[:200]!r}: the chunk at {list(start)} is not a tensor {list(shape)}"
             )
-        nbytes = tensor.size * tensor.itemsize
-        if not nbytes:
+        if not tensor.nbytes:
             return tensor.dtype, None
         stop = tuple(a + b for a, b in zip(start, shape, strict=True))
         region = None if shape == item.shape else (start, stop)
         offset = (part.start or 0) + start_of(part, item.name, tensor, places)
         if tensor.is_by_rows:
-            return tensor.dtype, Extent(number, offset, nbytes, "", region)
+            return tensor.dtype, Extent(number, offset, tensor.nbytes, "", region)
         self.virtual.append((number, TensorView(f"{item.name}-{len(self.virtual)}", offset, tensor)))
         last = len(self.names) + len(self.virtual) - 1
-        return tensor.dtype, Extent(last, 0, nbytes, "", region, Coding("", shape))
+        return tensor.dtype, Extent(last, 0, tensor.nbytes, "", region, Coding("", shape))
 
-    def value(self, item: _Tensor | _Value, objects: dict[str, Any]) -> Any:
-        """Return a plain value as it was saved, without the `objects` in it; a tensor is described later."""
-        if isinstance(item, _Tensor):
-            return item
-        _, _, found, _ = self.open(item.name, None)
-        return without_objects(found, objects, item.name, tensors=False)
+    def value(self, item: _Tensor | _Value) -> Any:
+        """Return a value as it was saved; a tensor is described later."""
+        return item if isinstance(item, _Tensor) else self.open(item.name, None)[2]
 
     def unused(self) -> Iterator[str]:
         """List what the files hold beyond the items: archives that no item names, and bytes of no archive."""

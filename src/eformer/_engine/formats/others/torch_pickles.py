@@ -88,6 +88,10 @@ class Tensor(Struct, frozen=True):
         return dtype_from_name(self.dtype).itemsize
 
     @property
+    def nbytes(self) -> int:
+        return self.size * self.itemsize
+
+    @property
     def is_by_rows(self) -> bool:
         """Tell whether the elements lie one after the other, as eformer stores them."""
         if self.is_conjugated or self.is_negated:

@@ -20,23 +20,17 @@ from eformer._engine.formats.others.orbax_arrays import (
     describe_leaf,
     open_arrays,
 )
-from eformer._engine.formats.zarr.attributes import (
-    ZARR_JSON,
-    convert_lenient,
-    parse_lenient,
-    read_attributes,
-    to_metadata,
-)
 from eformer._engine.formats.zarr.layout import count_chunks
+from eformer._engine.formats.zarr.read import missing_chunks, read_attributes, to_metadata
 from eformer._engine.record.dtypes import DTYPES
 from eformer._engine.record.manifest import DataFile, LeafEntry, foreign_tree
 from eformer._engine.record.names import BARE_LEAF
 from eformer._engine.record.text import few
-from eformer._engine.record.values import parse_json
-from eformer._engine.record.zarray import ZARRAY, parse_zarray
+from eformer._engine.record.values import parse_json, parse_lenient
+from eformer._engine.record.zarray import ZARR_JSON, ZARRAY, parse_zarray
 from eformer._engine.stores.base import Store, Version, read_whole
 from eformer._engine.stores.local import on_disk
-from eformer.errors import CorruptionError, FormatError
+from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +46,13 @@ _MAX_CODECS = 16  # one in the other
 
 class _Codec(msgspec.Struct):
     name: str
-    configuration: dict[str, Any] = {}
+    configuration: _Configuration = msgspec.field(default_factory=lambda: _Configuration())
+
+
+class _Configuration(msgspec.Struct):
+    """The codecs inside of shards."""
+
+    codecs: list[_Codec] = []
 
 
 class _Node(msgspec.Struct):
@@ -108,29 +108,21 @@ def _read_nodes(store: Store) -> tuple[dict[str, _Node], dict[str, Version]]:
 def _read_node(store: Store, name: str) -> tuple[_Node, Version]:
     data, entry = read_whole(store, name)
     where = store.path_to(name)
-    document = parse_lenient(data, where)
+    problem = f"{where} does not describe a group or an array of zarr 3"
     try:
-        node = convert_lenient(document, _Node)
+        node = parse_json(data, _Node, problem)
     except FormatError as error:
-        raise FormatError(f"{where} does not describe a group or an array of zarr 3: {error}") from error
-    if node.node_type == "array" and not _is_strict(data):
-        raise FormatError(
-            f"{where} has NaN or Infinity among its attributes, which is not JSON, so that TensorStore does not open "
-            "the array. It is not damaged: remove these attributes"
-        )
+        node = parse_lenient(data, _Node, problem)
+        if node.node_type == "array":
+            raise FormatError(
+                f"{where} has NaN or Infinity among its attributes, which is not JSON, so that TensorStore does not "
+                "open the array. It is not damaged: remove these attributes"
+            ) from error
     if node.zarr_format != 3 or node.node_type not in ("array", "group"):
         raise FormatError(
             f"{where} is of format {node.zarr_format} and kind {node.node_type[:40]!r}, which is not zarr 3"
         )
     return node, entry.version
-
-
-def _is_strict(data: bytes) -> bool:
-    try:
-        parse_json(data, Any, "")
-    except FormatError:
-        return False
-    return True
 
 
 def _require_known(path: str, node: _Node) -> None:
@@ -151,16 +143,8 @@ def _codec_names(codecs: list[_Codec], depth: int = 0) -> Iterator[str]:
     """List the names of codecs, with those inside of shards."""
     for codec in codecs:
         yield codec.name
-        inner = codec.configuration.get("codecs")
-        if inner is not None and depth < _MAX_CODECS:
-            yield from _codec_names(_parse_codecs(inner), depth + 1)
-
-
-def _parse_codecs(found: Any) -> list[_Codec]:
-    try:
-        return convert_lenient(found, list[_Codec])
-    except FormatError as error:
-        raise FormatError(f"its codecs make no sense: {error}") from error
+        if depth < _MAX_CODECS:
+            yield from _codec_names(codec.configuration.codecs, depth + 1)
 
 
 def _describe(store: Store, driver: str, nodes: dict[str, _Node], versions: dict[str, Version]) -> Found:
@@ -199,7 +183,4 @@ def _require_chunks(store: Store, path: str, array: Any) -> None:
         not name.rpartition("/")[2].startswith((".", "zarr.")) for name in store.sizes(path, array.rank + 1)
     )
     if found < expected:
-        raise CorruptionError(
-            f"leaf {path!r}: {expected - found} of {expected} chunks are missing; they are not read as zeros. "
-            "(zarr-python leaves out chunks that equal the fill value, unless write_empty_chunks is set)"
-        )
+        raise missing_chunks(f"leaf {path!r}", expected - found, expected)

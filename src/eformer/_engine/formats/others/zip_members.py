@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import zipfile
 import zlib
@@ -13,6 +14,7 @@ from msgspec import Struct
 
 from eformer._engine.formats.others.single_file import SingleFile, open_single_file
 from eformer._engine.record.pieces import PIECE_BYTES
+from eformer._engine.stores.virtual_files import BinaryFile
 from eformer.errors import Damage, FormatError
 
 if TYPE_CHECKING:
@@ -74,7 +76,8 @@ def has_member(file: SingleFile, name: str) -> bool:
 def _read_directory(file: SingleFile) -> tuple[list[zipfile.ZipInfo], int]:
     """Read what an archive lists, and where that list begins."""
     try:
-        with file.as_binary_file() as raw, zipfile.ZipFile(raw) as archive:
+        raw = io.BufferedReader(BinaryFile(file.read_into, file.nbytes))
+        with zipfile.ZipFile(raw) as archive:
             return archive.infolist(), archive.start_dir
     except _MALFORMED_ZIP as error:
         raise FormatError(

@@ -41,11 +41,13 @@ class Tensor(msgspec.Struct, frozen=True, gc=False):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """The header of a file. Its data begins at `start`."""
+    """The header of a file of `nbytes`. Its data begins at `start`."""
 
     start: int
     metadata: dict[str, str]
     tensors: dict[str, Tensor]
+    nbytes: int
+    version: Version = ""
 
 
 @lru_cache(2**16)  # most leaves of a tree are alike
@@ -78,24 +80,16 @@ def header_bytes(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> 
     return struct.pack("<Q", len(text)) + text
 
 
-class Opened(msgspec.Struct, frozen=True):
-    """A file whose header was read: the header, the length of the file, and its version."""
-
-    header: Header
-    nbytes: int
-    version: Version
-
-
-def open_header(store: Store, name: str) -> Opened:
+def open_header(store: Store, name: str) -> Header:
     """Read and check the header of a safetensors file that is directly in the store, not below it."""
-    if "/" in name:
-        raise FormatError(f"{name[:200]!r} is not the name of a file in {store.url}")
     raw, entry = read_header(store, name)
-    return Opened(parse_header(raw, entry.nbytes, store.path_to(name)), entry.nbytes, entry.version)
+    return parse_header(raw, entry.nbytes, store.path_to(name), entry.version)
 
 
 def read_header(store: Store, name: str) -> tuple[bytes, Entry]:
     """Read the bytes of a header without parsing them."""
+    if "/" in name:
+        raise FormatError(f"{name[:200]!r} is not the name of a file in {store.url}")
     data, entry = store.read(name, 0, _HEADER_AHEAD)
     length = header_length(data, entry.nbytes, store.path_to(name))
     if length <= len(data):
@@ -108,11 +102,12 @@ def read_header(store: Store, name: str) -> tuple[bytes, Entry]:
 
 def read_metadata(store: Store, name: str) -> dict[str, str]:
     """Read what a file says of itself. Its tensors are not looked at, of which there may be very many."""
-    if "/" in name:
-        raise FormatError(f"{name[:200]!r} is not the name of a file in {store.url}")
-    raw, _ = read_header(store, name)
-    problem = f"{store.path_to(name)} has no valid safetensors header"
-    return parse_json(raw[8:], _Metadata, problem).metadata
+    return metadata_in(read_header(store, name)[0], f"{store.path_to(name)} has no valid safetensors header")
+
+
+def metadata_in(header: bytes, problem: str) -> dict[str, str]:
+    """Parse the metadata of a header; raise a FormatError that begins with `problem` if it is none."""
+    return parse_json(header[8:], _Metadata, problem).metadata
 
 
 class _Metadata(msgspec.Struct):
@@ -145,7 +140,7 @@ def header_length(first: bytes, file_nbytes: int, origin: str) -> int:
     return 8 + int(length)
 
 
-def parse_header(data: bytes, file_nbytes: int, origin: str) -> Header:
+def parse_header(data: bytes, file_nbytes: int, origin: str, version: Version = "") -> Header:
     """Parse a header. Refuse one whose tensors do not tile the rest of the file exactly."""
     problem = f"{origin} has no valid safetensors header"
     entries = parse_json(data[8:], dict[str, msgspec.Raw], problem)
@@ -159,7 +154,7 @@ def parse_header(data: bytes, file_nbytes: int, origin: str) -> Header:
     if data.count(b":", 8) - raw_metadata.count(b":") != fields:  # or a name contains one
         _refuse_duplicates(data[8:], origin)
     _check_tiling(tensors, file_nbytes - len(data), origin)
-    return Header(len(data), metadata, tensors)
+    return Header(len(data), metadata, tensors, file_nbytes, version)
 
 
 def _refuse_duplicates(text: bytes, origin: str) -> None:

@@ -30,12 +30,18 @@ logger = logging.getLogger("eformer")
 def bring_up_to_date(store: Store, there: Mapping[str, Kind], upload: Upload, manifest: Manifest) -> set[str]:
     """Write or remove the index of every tree, given the names that are `there`. Return the names that their files
     begin with."""
-    bases: set[str] = set()
-    for prefix, tree in sorted(manifest.trees.items()):  # the prefix "model" yields to no prefix at all
-        if base_name(prefix) not in bases:
-            _update(store, upload, there, base_name(prefix), tree)
-        bases.add(base_name(prefix))
-    return bases
+    trees = _by_base(manifest)
+    for base, tree in trees.items():
+        _update(store, upload, there, base, tree)
+    return {*trees}
+
+
+def _by_base(manifest: Manifest) -> dict[str, TreeEntry]:
+    """Return the trees by the beginning of their files' names; the prefix "model" yields to no prefix at all."""
+    trees: dict[str, TreeEntry] = {}
+    for prefix, tree in sorted(manifest.trees.items()):
+        trees.setdefault(base_name(prefix), tree)
+    return trees
 
 
 def _update(store: Store, upload: Upload, there: Mapping[str, Kind], base: str, tree: TreeEntry) -> None:
@@ -89,18 +95,12 @@ def damaged_indexes(store: Store, manifest: Manifest) -> list[Damage]:
 
 def _differences(store: Store, manifest: Manifest) -> list[Damage]:
     there = store.kinds()
-    trees: dict[str, TreeEntry] = {}  # the prefix "model" yields to no prefix at all
-    for prefix, tree in sorted(manifest.trees.items()):
-        trees.setdefault(base_name(prefix), tree)
-    is_locked = (
-        manifest.log is UNSET
-    )  # else an index may be written after the manifest that names newer files
+    # Else an index may be written after the manifest that names newer files.
+    is_locked = manifest.log is UNSET
     found = []
-    for base, tree in trees.items():
-        name = base + INDEX_SUFFIX
-        if problem := _problem(
-            store, name, there.get(name), tree, is_wanted=_is_wanted(base, tree), is_locked=is_locked
-        ):
+    for base, tree in _by_base(manifest).items():
+        name, is_wanted = base + INDEX_SUFFIX, _is_wanted(base, tree)
+        if problem := _problem(store, name, there.get(name), tree, is_wanted=is_wanted, is_locked=is_locked):
             nbytes = store.read(name, 0, 0)[1].nbytes if there.get(name) == "file" else 0
             found.append(Damage("", name, 0, nbytes, f"{problem}. Only other readers use them"))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -89,13 +90,9 @@ def _fit_one_file(sizes: Mapping[str, int], limit: int) -> bool:
 
 def _modules(names: Iterable[str]) -> Iterable[list[str]]:
     """Group names by the part before their last dot, modules in order of their first leaf."""
-    modules: dict[str, list[str]] = {}
+    modules: dict[str, list[str]] = defaultdict(list)
     for name in names:
-        module = name.rpartition(".")[0]
-        if module in modules:
-            modules[module].append(name)
-        else:
-            modules[module] = [name]
+        modules[name.rpartition(".")[0]].append(name)
     return modules.values()
 
 

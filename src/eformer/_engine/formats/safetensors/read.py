@@ -15,8 +15,9 @@ from eformer._engine.formats.nested_names import nest, parts_of_name
 from eformer._engine.formats.process_records import joined_trees
 from eformer._engine.formats.quantized import quantization_of
 from eformer._engine.formats.safetensors.header import (
-    Opened,
+    Header,
     dtype_of,
+    metadata_in,
     open_header,
     parse_header,
     read_header,
@@ -35,7 +36,7 @@ from eformer._engine.record.indexes import INDEX, MANIFEST
 from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, Manifest, TreeEntry, foreign_tree
 from eformer._engine.record.text import count, few
 from eformer._engine.record.values import parse_json
-from eformer._engine.stores.base import Entry, Store, Version, read_whole
+from eformer._engine.stores.base import Store, Version, read_whole
 from eformer._engine.stores.local import resolved
 from eformer.errors import CorruptionError, FormatError, MismatchError, NotFoundError
 
@@ -44,10 +45,8 @@ if TYPE_CHECKING:
 
 FOREIGN = "safetensors, of another writer"
 
-_MOST_MANIFEST = 2**29  # bytes
-
-Headers = dict[str, Opened]
-"""Opened headers by file name."""
+Headers = dict[str, Header]
+"""Headers by file name."""
 
 
 def in_file(store: Store, name: str) -> Found:
@@ -70,10 +69,11 @@ def by_base_name(store: Store, base: str) -> Found | None:
     shards = [name for name in there if base_of_shard(name) == base]
     if not shards:
         return None
-    whole = _in_checkpoint(store, shards[0], open_header(store, shards[0])) or _find_by_shard(
-        store, shards[0]
-    )
-    return whole or _foreign(store.path_to(base), store, {"": shards_of(store, base, shards)})
+    first = shards[0]
+    if whole := _in_checkpoint(store, first, open_header(store, first)) or _find_by_shard(store, first):
+        return whole
+    _require_all_shards(store, base, shards)
+    return _foreign(store.path_to(base), store, {"": {name: open_header(store, name) for name in shards}})
 
 
 def by_manifest(place: Place) -> Found | None:
@@ -83,12 +83,12 @@ def by_manifest(place: Place) -> Found | None:
     if place.has(INDEX):
         return None
     try:
-        data, entry = place.store.read(MANIFEST, 0, _MOST_MANIFEST)
+        data, _ = read_whole(place.store, MANIFEST)
     except (FileNotFoundError, FormatError):  # or it is a link or a directory
         return None
     if not has_own_digest(data):
         return None
-    manifest = _parsed(place.store, data, entry)
+    manifest = Manifest.from_json(data, place.store.path_to(MANIFEST))
     return None if manifest.is_empty else _ours(place.store, manifest)
 
 
@@ -133,7 +133,7 @@ def _find_by_shard(store: Store, name: str) -> Found | None:
 def read_manifest(store: Store) -> tuple[Manifest | None, Version | None]:
     """Read the manifest of a directory and its version; None if it has none, or eformer did not write it."""
     try:
-        data, entry = store.read(MANIFEST, 0, _MOST_MANIFEST)
+        data, entry = read_whole(store, MANIFEST)
     except FileNotFoundError:
         return None, None
     if not has_own_digest(data):
@@ -142,13 +142,7 @@ def read_manifest(store: Store) -> tuple[Manifest | None, Version | None]:
                 f"{store.path_to(MANIFEST)} is damaged or was not written by eformer, but {ours} was"
             )
         return None, entry.version
-    return _parsed(store, data, entry), entry.version
-
-
-def _parsed(store: Store, data: bytes, entry: Entry) -> Manifest:
-    if entry.nbytes > _MOST_MANIFEST:
-        raise FormatError(f"{store.path_to(MANIFEST)} is {entry.nbytes} bytes long, too long for a manifest")
-    return Manifest.from_json(data, store.path_to(MANIFEST))
+    return Manifest.from_json(data, store.path_to(MANIFEST)), entry.version
 
 
 def _foreign(
@@ -171,15 +165,6 @@ def _foreign(
 # --------------------------------------------------------------------------------------- single files
 
 
-class _Ours(msgspec.Struct):
-    digest: str
-    manifest: str
-
-
-class _Outer(msgspec.Struct):
-    metadata: _Ours = msgspec.field(name="__metadata__")
-
-
 def find_file(store: Store, name: str, link: tuple[Store, str] | None = None) -> Found:
     """Find the checkpoint of a safetensors file: one with a manifest, one of a directory, or one of another program.
 
@@ -192,32 +177,37 @@ def find_file(store: Store, name: str, link: tuple[Store, str] | None = None) ->
             raise FormatError(f"{path}: the manifest of a single file has {len(manifest.trees)} trees")
         trees = {prefix: _own_file(tree, path, name, len(raw)) for prefix, tree in manifest.trees.items()}
         return Found(path, store, manifest, trees, versions={name: entry.version})
-    header = parse_header(raw, entry.nbytes, path)
+    header = parse_header(raw, entry.nbytes, path, entry.version)
     if header.metadata.get("manifest", "").startswith('{"digest":"'):
         raise CorruptionError(f"{path} carries a manifest, but the beginning of its header is damaged")
-    opened = Opened(header, entry.nbytes, entry.version)
     # In a cache of Hugging Face the index and the configuration are beside the link, not beside the file.
     places = [(store, name)] if link is None else [link, (store, name)]
     by_shard = (found for place in places if (found := _find_by_shard(*place)))
-    whole = _in_checkpoint(store, name, opened) or next(by_shard, None)
+    whole = _in_checkpoint(store, name, header) or next(by_shard, None)
     if whole:
         return whole
     others = partial(other_shards, *places[0])
-    return _foreign(path, store, {"": {name: opened}}, [place for place, _ in places], others)
+    return _foreign(path, store, {"": {name: header}}, [place for place, _ in places], others)
 
 
-def _in_checkpoint(store: Store, name: str, opened: Opened) -> Found | None:
+def _in_checkpoint(store: Store, name: str, header: Header) -> Found | None:
     """Find the checkpoint whose manifest, in the same directory, names the file. If the manifest cannot be read, raise
     only for a file that eformer wrote."""
     try:
-        manifest, _ = read_manifest(store)
+        prefix = prefix_of_file(store, name)
     except FormatError:
-        if is_marked(opened.header.metadata):
+        if is_marked(header.metadata):
             raise
         return None
+    return None if prefix is None else in_directory(store, prefix)
+
+
+def prefix_of_file(store: Store, name: str) -> str | None:
+    """Return the prefix of the tree whose manifest, in the same directory, names the file; None if none does."""
+    manifest, _ = read_manifest(store)
     for prefix, tree in manifest.trees.items() if manifest else ():
         if any(file.name == name for file in tree.files):
-            return in_directory(store, prefix)
+            return prefix
     return None
 
 
@@ -234,8 +224,8 @@ def _own_manifest(header: bytes, origin: str) -> Manifest | None:
     if not header[8:].startswith(b'{"__metadata__":{"digest":"'):
         return None
     check_own_digest(header, origin)
-    metadata = parse_json(header[8:], _Outer, f"{origin} has an unreadable manifest").metadata
-    return Manifest.parse(metadata.manifest, origin)
+    metadata = metadata_in(header, f"{origin} has an unreadable manifest")
+    return Manifest.parse(metadata.get("manifest", ""), origin)
 
 
 # ------------------------------------ files of other programs, described as eformer records its own
@@ -272,12 +262,6 @@ def base_of_shard(name: str) -> str | None:
     return shard[0] if shard else None
 
 
-def shards_of(store: Store, base: str, names: Sequence[str]) -> Headers:
-    """Open the shards of a model that has no index. Raise FormatError if some are missing."""
-    _require_all_shards(store, base, names)
-    return {name: open_header(store, name) for name in names}
-
-
 def other_shards(store: Store, name: str) -> tuple[str, ...]:
     """List the other shards beside a file that is called like a shard of the same model."""
     base = base_of_shard(name)
@@ -303,7 +287,7 @@ def _require_all_shards(store: Store, base: str, names: Sequence[str]) -> None:
 
 
 def _refuse_unfinished(store: Store, groups: Mapping[str, Headers]) -> None:
-    marked = [n for files in groups.values() for n, file in files.items() if is_marked(file.header.metadata)]
+    marked = [n for files in groups.values() for n, file in files.items() if is_marked(file.metadata)]
     if marked:
         raise NotFoundError(
             f"{store.url} holds no checkpoint: {marked[0]} belongs to a save that has not finished, or whose "
@@ -319,7 +303,7 @@ def marked_file(store: Store) -> str | None:
 def is_ours(store: Store, name: str) -> bool:
     """Tell whether eformer wrote a file, which is a whole safetensors file."""
     with suppress(FormatError, OSError):
-        return is_marked(open_header(store, name).header.metadata)
+        return is_marked(open_header(store, name).metadata)
     return False
 
 
@@ -344,11 +328,9 @@ def index_of_shard(store: Store, name: str) -> str | None:
     return None
 
 
-def weight_map(
-    store: Store, index: str, what: str = "safetensors files", most: int = 2**29
-) -> tuple[dict[str, str], Version]:
+def weight_map(store: Store, index: str, what: str = "safetensors files") -> tuple[dict[str, str], Version]:
     """Read the index of a model in several files: the file of each tensor, and the version of the index."""
-    data, entry = read_whole(store, index, most)
+    data, entry = read_whole(store, index)
     found = parse_json(data, _Index, f"{store.path_to(index)} is not an index of {what}")
     return found.weight_map, entry.version
 
@@ -358,7 +340,7 @@ def indexed_files(store: Store, index: str) -> Headers:
     not match them."""
     listed, _ = weight_map(store, index)
     files = _open_all(store, index, sorted(set(listed.values())))
-    there = {tensor: name for name, file in files.items() for tensor in file.header.tensors}
+    there = {tensor: name for name, file in files.items() for tensor in file.tensors}
     problems = [
         f"tensor {tensor!r} should be in {listed.get(tensor, 'no file')}, but is in {there.get(tensor, 'no file')}"
         for tensor in sorted(listed.keys() | there.keys())
@@ -389,13 +371,13 @@ def tree_of(files: Headers) -> TreeEntry:
     tensors = {
         name: LeafEntry(dtype_of(found), found.shape, (Extent(number, start, stop - start, ""),))
         for number, file in enumerate(files.values())
-        for name, found in file.header.tensors.items()
+        for name, found in file.tensors.items()
         for start, stop in [found.data_offsets]
     }
     structure, leaves = nest(tensors, parts_of_name)
     return foreign_tree(
-        files=tuple(DataFile(name, file.nbytes, file.header.start) for name, file in files.items()),
-        metadata={k: v for file in files.values() for k, v in file.header.metadata.items()},
+        files=tuple(DataFile(name, file.nbytes, file.start) for name, file in files.items()),
+        metadata={k: v for file in files.values() for k, v in file.metadata.items()},
         structure=structure,
         leaves=leaves,
     )

@@ -30,8 +30,8 @@ from eformer._engine.formats.safetensors.names import (
     renumbered,
     unique_names,
 )
-from eformer._engine.formats.safetensors.read import is_ours, read_manifest
-from eformer._engine.formats.write_format import ManifestIndex
+from eformer._engine.formats.safetensors.read import is_ours, prefix_of_file, read_manifest
+from eformer._engine.formats.write_format import ManifestIndex, is_committed, other_format
 from eformer._engine.record.digests import stamp_digest
 from eformer._engine.record.indexes import INDEX as ZARR_INDEX
 from eformer._engine.record.indexes import MANIFEST, ORBAX_TREE, PEFT_CONFIG, SAFETENSORS
@@ -110,7 +110,7 @@ class SafetensorsDirectory(_Safetensors):
         except FileNotFoundError:
             return False
         if ZARR_INDEX in there:
-            raise _other_format(store)
+            raise other_format(store, ZARR_INDEX)
         manifest, _ = read_manifest(store)
         if manifest is None or self.prefix not in manifest.trees:
             foreign = [MANIFEST] if manifest is None and MANIFEST in there else []
@@ -135,11 +135,7 @@ class SafetensorsDirectory(_Safetensors):
         manifest, version = read_manifest(store)
         return _Index(manifest or Manifest(format=SAFETENSORS), version, self.prefix)
 
-    def is_committed(self, store: Store, save_id: str) -> bool:
-        try:
-            return self.read_index(store).has_committed(save_id)
-        except (OSError, FormatError):
-            return True  # nothing is removed that might be named
+    is_committed = is_committed
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +144,16 @@ class _Index(ManifestIndex):
 
     def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
         if on_disk(store) is not None and store.exists(ZARR_INDEX):  # it has come since, and would win
-            raise _other_format(store)
+            raise other_format(store, ZARR_INDEX)
         finals = self._final_names(tree, store, upload)
         moves = {file.name: final for file, final in zip(tree.files, finals, strict=True)}
         files = tuple(msgspec.structs.replace(file, name=moves[file.name]) for file in tree.files)
         manifest = self.manifest.with_tree(self.prefix, msgspec.structs.replace(tree, files=files))
-        after = _Next(manifest)
-        return Change(moves, after.to_json, manifest, tidy=after.tidy)
+
+        def encoded(log: CommitLog | UnsetType) -> bytes:
+            return msgspec.structs.replace(manifest, log=log).to_json()
+
+        return Change(moves, encoded, manifest, tidy=partial(_tidy, manifest))
 
     def _final_names(self, tree: TreeEntry, store: Store, upload: Upload) -> list[str]:
         """Give plain names to a first save that is all there is. A name that a manifest ever gave is not given to
@@ -171,27 +170,6 @@ class _Index(ManifestIndex):
             names = [name + PRIVATE for name in names]
         finals = dict(zip(new, names, strict=True)) | {name: _free_name(store, upload, name) for name in kept}
         return [finals[file.name] for file in tree.files]
-
-
-def _other_format(store: Store) -> FileExistsError:
-    return FileExistsError(
-        f"{store.path_to(ZARR_INDEX)} is there: the directory holds a checkpoint of another format, or something else. "
-        "Save to another directory, or with format='tensorstore'"
-    )
-
-
-class _Next:
-    """The next manifest, which gets its log right before it is put in place."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-
-    def to_json(self, log: CommitLog | UnsetType) -> bytes:
-        self._manifest = msgspec.structs.replace(self._manifest, log=log)
-        return self._manifest.to_json()
-
-    def tidy(self, store: Store, upload: Upload) -> None:
-        _tidy(self._manifest, store, upload)
 
 
 def _free_name(store: Store, upload: Upload, planned: str) -> str:
@@ -222,9 +200,13 @@ def _bring_up_to_date_without_locks(manifest: Manifest, store: Store, upload: Up
         except SwapError:  # another save has written one
             is_written = False
         now, _ = read_manifest(store)
-        if now is None or (is_written and now.log == manifest.log):
+        if now is None or (is_written and _saves_in(now) == _saves_in(manifest)):
             return
         manifest = now
+
+
+def _saves_in(manifest: Manifest) -> dict[str, str]:
+    return {prefix: tree.save_id for prefix, tree in manifest.trees.items()}
 
 
 def _leftovers(store: Store, names: Iterable[str], named: set[str], bases: set[str]) -> list[str]:
@@ -361,9 +343,6 @@ class _NoIndex(NoIndex, frozen=True):
 
 def _is_named(store: Store, name: str) -> bool:
     """Tell whether a manifest names this file of the directory."""
-    try:
-        manifest, _ = read_manifest(store)
-    except FormatError:
-        return False
-    trees = manifest.trees.values() if manifest else ()
-    return any(file.name == name for tree in trees for file in tree.files)
+    with suppress(FormatError):
+        return prefix_of_file(store, name) is not None
+    return False

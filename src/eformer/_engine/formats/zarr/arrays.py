@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from eformer._engine.formats.write_format import ManifestIndex
+from eformer._engine.formats.write_format import ManifestIndex, is_committed, other_format
 from eformer._engine.formats.zarr.layout import own_nbytes, plan_arrays
-from eformer._engine.formats.zarr.original_structure import parse_structure
-from eformer._engine.formats.zarr.read import array_at, discover, read_index
+from eformer._engine.formats.zarr.read import array_at, discover, read_index, structure_of
 from eformer._engine.record.indexes import FORMAT, INDEX, MANIFEST, ORBAX_TREE, Index, Listed
 from eformer._engine.record.manifest import CommitLog, Manifest, TreeEntry
-from eformer._engine.record.names import escape, is_inside, is_text
+from eformer._engine.record.names import escape, is_text
 from eformer._engine.record.planned import PlannedFile, Source, data_files, leaf_entries
 from eformer._engine.record.process_records import ProcessRecord
 from eformer._engine.record.text import few
 from eformer._engine.record.zarray import ZARRAY
-from eformer._engine.stores.base import Change, Replaced, Store, Upload, read_whole, require_short
+from eformer._engine.stores.base import Change, Replaced, Store, Upload, require_short
 from eformer._engine.stores.local import is_there, on_disk
 from eformer._engine.stores.ocdbt import DatabaseUpload
 from eformer._engine.stores.removal import DATABASE_MARK
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from eformer._engine.record.options import SaveOptions
-
-_MOST_STRUCTURE = 2**29  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +74,18 @@ class ZarrArrays:
     def begin(self, store: Store, token: str = "", *, is_first: bool = False) -> Upload:
         directory = on_disk(store)
         if not self.has_index and directory is None:
-            return self._begin_in_place(store)
+            # Where nothing can be renamed, arrays have their plain names at once.
+            if self.several:
+                raise ValueError(
+                    f"{store.url}: write_index=False is for one process in a bucket; save with an index"
+                )
+            return store.begin(self.base if self.prefix else "")
         if not self.options.ocdbt:
             save_id = self.save_id if self.has_index else ""
             return store.begin(self.root, token, save_id=save_id, is_first=is_first)
         if directory is None:
             raise ValueError(f"{store.url}: SaveOptions.ocdbt needs a local directory")
         return DatabaseUpload(directory, token, mark=self.mark, process=self.process, is_first=is_first)
-
-    def _begin_in_place(self, store: Store) -> Upload:
-        """Without an index, and where nothing can be renamed, arrays have their plain names at once."""
-        if self.several:
-            raise ValueError(
-                f"{store.url}: write_index=False is for one process in a bucket; save with an index"
-            )
-        return store.begin(self.base if self.prefix else "")
 
     # ---------------------------------------------------------------------------------------- plan
 
@@ -128,7 +123,7 @@ class ZarrArrays:
         except FileNotFoundError:
             return False
         if MANIFEST in there:
-            raise _other_format(store)
+            raise other_format(store, MANIFEST)
         if ORBAX_TREE in there:
             raise FileExistsError(
                 f"{store.path_to(ORBAX_TREE)} was not written by eformer; save to another directory"
@@ -146,13 +141,7 @@ class ZarrArrays:
         manifest = index.manifest(store.path_to(INDEX)) if index else Manifest(format=FORMAT)
         return _ArraysIndex(manifest, version, self, index)
 
-    def is_committed(self, store: Store, save_id: str) -> bool:
-        if not self.has_index:
-            return False
-        try:
-            return self.read_index(store).has_committed(save_id)
-        except (OSError, FormatError):
-            return True  # nothing is removed that might be named
+    is_committed = is_committed
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +152,7 @@ class _ArraysIndex(ManifestIndex):
     def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
         fmt = self.format
         if self.found is None and on_disk(store) is not None and store.exists(MANIFEST):  # it has come since
-            raise _other_format(store)
+            raise other_format(store, MANIFEST)
         if self.found is not None and not fmt.has_index:
             raise ValueError(
                 f"{store.path_to(INDEX)} is there: beside it, arrays that it does not list would not be found"
@@ -261,13 +250,6 @@ class _ArraysIndex(ManifestIndex):
             yield Replaced(name, mark, tuple(arrays.get(name, ())))
 
 
-def _other_format(store: Store) -> FileExistsError:
-    return FileExistsError(
-        f"{store.path_to(MANIFEST)} is there: the directory holds a checkpoint of another format, or something else. "
-        "Save to another directory, or with format='safetensors'"
-    )
-
-
 def _not_told_apart(store: Store, names: set[str]) -> FileExistsError:
     return FileExistsError(
         f"{store.url} has {sorted(names)[:8]}; without an index nothing could tell which arrays are the new ones. Save "
@@ -277,11 +259,6 @@ def _not_told_apart(store: Store, names: set[str]) -> FileExistsError:
 
 def _remove_structure(prefix: str, store: Store, upload: Upload) -> None:
     """Remove the original's record of the structure of a tree that is gone."""
-    name = f"{prefix}_structure.json"
-    if not is_inside(name) or "/" in name:
-        return
-    try:
-        if parse_structure(read_whole(store, name, _MOST_STRUCTURE)[0], name).prefix == prefix:
-            upload.remove([name])
-    except (FileNotFoundError, FormatError, StructureError):  # it is something else
-        pass
+    with suppress(FileNotFoundError, StructureError):  # it is something else
+        if structure_of(store, prefix):
+            upload.remove([f"{prefix}_structure.json"])

@@ -90,7 +90,9 @@ def _plan(source: Source, compression: str | None, limit: int, block: int, mark:
     chunk = chunk_shape(source.shape, source.shard or source.shape, itemsize, limit)
     coding = Coding(compression, chunk) if compression else None
     chunks = []
-    for name, box in _own_chunks(source, chunk):
+    # Chunks are cut so that none reaches over a region.
+    regions = source.own_regions if math.prod(source.shape) else ()
+    for name, box in (each for region in regions for each in chunks_in(region, source.shape, chunk)):
         nbytes = itemsize * box.size
         pieces = 1 if coding else len(no_digests(box.shape, nbytes, itemsize, block))
         region = None if box.shape == source.shape else box
@@ -107,13 +109,6 @@ def array_path(leaf: str) -> str:
 def own_nbytes(source: Source) -> int:
     """Return how many bytes of a leaf this process writes, if they are not compressed."""
     return source.itemsize * sum(region.size for region in source.own_regions)
-
-
-def _own_chunks(source: Source, chunk: tuple[int, ...]) -> Iterator[tuple[str, Region]]:
-    """List the chunks that this process writes. They are cut so that none reaches over a region."""
-    if math.prod(source.shape):
-        for region in source.own_regions:
-            yield from chunks_in(region, source.shape, chunk)
 
 
 # ------------------------------------------------------- descriptions and chunks of arrays of zarr 2
@@ -177,9 +172,8 @@ def _rows(size: int, most: int, must_divide: bool) -> int:
 
 
 def chunks_of(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[str, Region]]:
-    """Yield the file name and the box of each chunk. An empty array has no chunks."""
-    for number in range(count_chunks(shape, chunk)):
-        yield _chunk(_place_of(number, shape, chunk), shape, chunk)
+    """Return the file name and the box of each chunk. An empty array has no chunks."""
+    return chunks_in(Region.whole(shape), shape, chunk)
 
 
 def chunks_in(region: Region, shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[str, Region]]:
@@ -188,13 +182,9 @@ def chunks_in(region: Region, shape: tuple[int, ...], chunk: tuple[int, ...]) ->
     for number in range(count_chunks(size, chunk)):
         place = _place_of(number, size, chunk)
         index = tuple(a // c + i for a, c, i in zip(region.start, chunk, place, strict=True))
-        yield _chunk(index, shape, chunk)
-
-
-def _chunk(index: tuple[int, ...], shape: tuple[int, ...], chunk: tuple[int, ...]) -> tuple[str, Region]:
-    start = tuple(i * c for i, c in zip(index, chunk, strict=True))
-    stop = tuple(min(a + c, s) for a, c, s in zip(start, chunk, shape, strict=True))
-    return ".".join(map(str, index)) or "0", Region(start, stop)
+        start = tuple(i * c for i, c in zip(index, chunk, strict=True))
+        stop = tuple(min(a + c, s) for a, c, s in zip(start, chunk, shape, strict=True))
+        yield ".".join(map(str, index)) or "0", Region(start, stop)
 
 
 def _place_of(number: int, shape: tuple[int, ...], chunk: tuple[int, ...]) -> tuple[int, ...]:

@@ -14,7 +14,6 @@ from eformer._engine.formats.found import Foreign, Found, Place, Trees
 from eformer._engine.formats.left_out import MOST_DEPTH, left_out
 from eformer._engine.formats.nested_names import nest, parts_of_path
 from eformer._engine.formats.process_records import joined_trees
-from eformer._engine.formats.zarr.attributes import read_attributes, to_metadata
 from eformer._engine.formats.zarr.layout import chunks_of, count_chunks
 from eformer._engine.formats.zarr.original_structure import OriginalStructure, parse_structure
 from eformer._engine.record.digests import check_own_digest, has_own_digest
@@ -29,7 +28,7 @@ from eformer._engine.record.manifest import (
     foreign_tree,
 )
 from eformer._engine.record.names import is_inside
-from eformer._engine.record.values import parse_json, value_to_json
+from eformer._engine.record.values import locating, parse_json, parse_lenient, value_to_json
 from eformer._engine.record.zarray import MOST_ZARRAY, ZARRAY, ZArray, parse_zarray
 from eformer._engine.stores.base import Store, Version, read_whole
 from eformer._engine.stores.checkpoints import has_unfinished
@@ -38,11 +37,12 @@ from eformer._engine.stores.removal import DATABASE_MARK
 from eformer.errors import CorruptionError, Damage, FormatError, NotFoundError, StructureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 FOREIGN = "tensorstore, of another writer"
 
 _METADATA = "checkpoint_metadata.json"
+ZATTRS = ".zattrs"
 _MOST_MARK = 64  # bytes
 
 Versions = dict[str, "Version"]
@@ -98,7 +98,7 @@ def _listed_tree(store: Store, prefix: str, listed: list[Listed], versions: Vers
     metadata = _metadata(store)
     unreadable = None
     try:
-        if found := _structure(store, prefix):
+        if found := structure_of(store, prefix):
             metadata["custom_metadata"] = value_to_json(found.extras)
             by_path = {array.path: array for array in listed}
             arrays = {name: by_path.get(path, Listed(path)) for name, path in found.arrays.items()}
@@ -114,7 +114,8 @@ def _listed_tree(store: Store, prefix: str, listed: list[Listed], versions: Vers
     return tree
 
 
-def _structure(store: Store, prefix: str) -> OriginalStructure | None:
+def structure_of(store: Store, prefix: str) -> OriginalStructure | None:
+    """Read the original's record of the structure of a tree; None if there is none."""
     name = f"{prefix}_structure.json"
     if not prefix or not is_inside(name) or "/" in name or not store.exists(name):
         return None
@@ -173,6 +174,31 @@ def _directories(
         top: partial(tree_of_arrays, store, counted_from(top, arrays), versions)
         for top, arrays in inner.items()
     }
+
+
+def to_metadata(attributes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return attributes as metadata of the tree: those of the root by their names, those of a path under `PATH/`."""
+    below = {f"{path}/": value_to_json(dict(found)) for path, found in attributes.items() if path and found}
+    return below | {name: value_to_json(value) for name, value in attributes.get("", {}).items()}
+
+
+def read_attributes(store: Store, arrays: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Read the attributes of arrays of zarr 2, given by path, and of the groups that they are in."""
+    found = {}
+    for path in sorted({path for array in arrays for path in _upwards(array)}):
+        name = f"{path}/{ZATTRS}" if path else ZATTRS
+        if store.exists(name):
+            problem = f"{store.path_to(name)} does not hold attributes"
+            found[path] = parse_lenient(read_whole(store, name)[0], dict[str, Any], problem)
+    return found
+
+
+def _upwards(path: str) -> Iterable[str]:
+    """Return a path and those above it, up to the root."""
+    while path:
+        yield path
+        path = path.rpartition("/")[0]
+    yield ""
 
 
 # ---------------------------------------- `tensorstore_index.json`, by eformer or by another program
@@ -276,17 +302,12 @@ class _Arrays:
     def _extents(self, path: str, array: ZArray, raw: str) -> Iterator[Extent]:
         sizes = _chunk_sizes(self.store, path, array)
         expected = count_chunks(array.shape, array.chunks)
-        if expected > len(sizes):
-            raise CorruptionError(
-                f"{self.store.path_to(path)}: {expected - len(sizes)} of {expected} chunks are missing, the first is "
-                f"{_first_missing(array, sizes)!r}; they are not read as zeros. (zarr-python leaves out chunks that "
-                "equal the fill value, unless write_empty_chunks is set)"
-            )
-        for name, box in chunks_of(array.shape, array.chunks) if expected else ():
+        for name, box in chunks_of(array.shape, array.chunks):
             name = name.replace(".", array.dimension_separator)
             where = self.store.path_to(f"{path}/{name}")
             if name not in sizes:
-                raise CorruptionError(f"{where} is missing; it is not read as zeros")
+                missing = max(1, expected - len(sizes))
+                raise missing_chunks(self.store.path_to(path), missing, expected, f", the first is {name!r}")
             coding = array.coding(box.shape, raw)
             if not array.compressor and sizes[name] != array.chunk_nbytes:
                 raise CorruptionError(f"{where} has {sizes[name]} bytes, expected {array.chunk_nbytes}")
@@ -314,9 +335,11 @@ def _chunk_sizes(store: Store, path: str, array: ZArray) -> dict[str, int]:
     return {name: nbytes for name, nbytes in sizes.items() if name.rpartition("/")[2][0] != "."}
 
 
-def _first_missing(array: ZArray, sizes: Mapping[str, int]) -> str:
-    names = (name.replace(".", array.dimension_separator) for name, _ in chunks_of(array.shape, array.chunks))
-    return next(name for name in names if name not in sizes)
+def missing_chunks(where: str, missing: int, expected: int, first: str = "") -> CorruptionError:
+    return CorruptionError(
+        f"{where}: {missing} of {expected} chunks are missing{first}; they are not read as zeros. (zarr-python leaves "
+        "out chunks that equal the fill value, unless write_empty_chunks is set)"
+    )
 
 
 def tree_of_arrays(
@@ -335,10 +358,8 @@ def tree_of_arrays(
     arrays = _Arrays(store, versions)
     entries = {}
     for name, listed in paths.items():
-        try:
+        with locating(f"leaf {name!r}"):
             entries[name] = arrays.add(listed)
-        except FormatError as error:
-            raise type(error)(f"leaf {name!r}: {error}") from error
     if structure is None:
         structure, entries = nest(entries, parts_of_path)
     return foreign_tree(
