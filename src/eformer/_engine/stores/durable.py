@@ -87,8 +87,9 @@ def replacing_in(directory: Directory, name: str) -> Iterator[IO[bytes]]:
                 directory.rename(scratch, directory, name)
                 is_done = True
             finally:
-                with suppress(OSError):
-                    directory.unlink(scratch)
+                if not is_done:
+                    with suppress(OSError):
+                        directory.unlink(scratch)
                 unlock(descriptor)
     directory.sync()
 

@@ -58,7 +58,7 @@ def make_journal(
 
 
 def _moved(data: Directory, name: str, final: str, mark: str, unmarked: Sequence[str]) -> Moved:
-    status = data.status(name or ".")
+    status = data.status(name) if name else os.fstat(data.descriptor)
     assert status is not None
     inner = [path for path in unmarked if not name or path.startswith(f"{name}/")]
     start = f"{final}/" if not name else ""
@@ -107,14 +107,15 @@ def _listed(place: Directory, path: str, shape: Sequence[int]) -> Described | No
 # --------------------------------------------------------------------------------------------- sweep
 
 
-def sweep(place: Directory, committed: Container[str] | None = None) -> None:
-    """Remove the scratch files and directories of dead writers. Finish the saves in `committed`, and undo all others.
+def sweep(place: Directory, committed: Container[str] | None = None, *, but: str = "") -> None:
+    """Remove the scratch files and directories of dead writers, `but` not this one. Finish the saves in `committed`,
+    and undo all others.
 
     Without `committed` no index here knows of them: leave those that may have published something.
     """
     with suppress(OSError):  # the directory cannot be listed
         for name, kind in place.kinds().items():
-            if not SCRATCH.fullmatch(name):
+            if not SCRATCH.fullmatch(name) or name == but:
                 continue
             if kind == "file":
                 remove_if_dead(place, name)
