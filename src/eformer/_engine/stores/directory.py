@@ -258,6 +258,15 @@ def remove_opened(directory: Directory, name: str, inner: Directory) -> None:
     directory.remove_if_empty(name)
 
 
+def remove_entry(directory: Directory, name: str) -> None:
+    """Remove a file, or a directory with everything in it."""
+    if directory.has_directory(name):
+        with directory.enter(name) as inner:
+            remove_opened(directory, name, inner)
+    else:
+        directory.unlink(name)
+
+
 def require_removable(directory: Directory, name: str) -> None:
     """Raise the error that the removal of a directory would raise because of its contents."""
     with directory.enter(name) as inner:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -66,18 +66,6 @@ def _moved(data: Directory, name: str, final: str, mark: str, unmarked: Sequence
     return Moved(final, status.st_ino, mark, tuple(filter(None, described)))
 
 
-def _described(directory: Directory, path: str, final: str) -> Described | None:
-    """Identify the file that describes an array or a database, unless a link leads there."""
-    outer, _, name = path.rpartition("/")
-    if not outer:
-        return Described.at(directory, name, final)
-    try:
-        with directory.enter(outer) as folder:
-            return Described.at(folder, name, final)
-    except OSError:
-        return None
-
-
 def _replaced(place: Directory, replaced: Replaced) -> Moved | None:
     """Identify a directory that is replaced; of another program's, only the arrays that are as the index lists
     them."""
@@ -89,17 +77,25 @@ def _replaced(place: Directory, replaced: Replaced) -> Moved | None:
     except OSError as error:
         logger.warning("%s is replaced, but not removed: %s", place.path / replaced.name, error.strerror)
         return None
-    described = (_listed(place, path, shape) for path, shape in replaced.arrays)
+    described = (
+        _described(place, file := f"{path}/{ZARRAY}", file, shape) for path, shape in replaced.arrays
+    )
     return Moved(replaced.name, inode, replaced.mark, tuple(filter(None, described)))
 
 
-def _listed(place: Directory, path: str, shape: Sequence[int]) -> Described | None:
+def _described(
+    directory: Directory, path: str, final: str, shape: Sequence[int] | None = None
+) -> Described | None:
+    """Identify the file that describes an array or a database, unless a link leads there, or the array has another
+    shape."""
+    outer, _, name = path.rpartition("/")
     try:
-        with place.enter(path) as folder:
-            array = read_array(folder, folder.kinds())
-            if array is None or array.shape != tuple(shape):
-                return None
-            return Described.at(folder, ZARRAY, f"{path}/{ZARRAY}")
+        with directory.enter(outer) if outer else nullcontext(directory) as folder:
+            if shape is not None:
+                array = read_array(folder, folder.kinds())
+                if array is None or array.shape != tuple(shape):
+                    return None
+            return Described.at(folder, name, final)
     except OSError:
         return None
 

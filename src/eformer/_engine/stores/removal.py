@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import stat
+from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -43,7 +44,6 @@ _OTHERS = {"tensorstore_index.json", "_METADATA", "_CHECKPOINT_METADATA"}
 _ELSE = {*_OTHERS, ZARRAY, DATABASE_MARK}  # also those of another array or database
 
 _MOST_MARK = 2**10  # bytes
-_MOST_PARTS = 400  # of a path
 
 
 class Described(msgspec.Struct, frozen=True, array_like=True):
@@ -54,15 +54,12 @@ class Described(msgspec.Struct, frozen=True, array_like=True):
     modified: int  # the time, in nanoseconds
 
     @classmethod
-    def at(cls, directory: Directory, path: str, final: str) -> Described | None:
-        """Describe the file at `path`, which is or will be at `final`. Return None for anything but a regular file."""
-        status = directory.status(path)
+    def at(cls, directory: Directory, name: str, path: str) -> Described | None:
+        """Describe a file that is, or will be, at `path`. Return None for anything but a regular file."""
+        status = directory.status(name)
         if status is None or not stat.S_ISREG(status.st_mode):
             return None
-        return cls(final, status.st_ino, status.st_mtime_ns)
-
-    def is_same(self, status: os.stat_result | None) -> bool:
-        return status is not None and (status.st_ino, status.st_mtime_ns) == (self.inode, self.modified)
+        return cls(path, status.st_ino, status.st_mtime_ns)
 
 
 class Moved(msgspec.Struct, frozen=True, array_like=True):
@@ -94,69 +91,58 @@ def remove_moved(directory: Directory, moved: Moved, owner: int | None = None) -
     with top:
         if os.fstat(top.descriptor).st_ino != moved.inode:
             return
-        _remove(top, moved.mark, _by_directory(moved), owner, 0)
+        _Removal(moved, owner).remove(top, moved.name)
     directory.remove_if_empty(moved.name)
 
 
-_Tree = dict[str, "Described | _Tree"]
+class _Removal:
+    """The removal of the arrays and databases of one save: those with its mark or, without one, those described."""
 
+    def __init__(self, moved: Moved, owner: int | None) -> None:
+        self._mark, self._owner = moved.mark, owner
+        self._described = set(moved.described)
+        self._paths = sorted(described.path for described in moved.described)
 
-def _by_directory(moved: Moved) -> _Tree:
-    """Return the descriptions as a tree of directories, below the one that was moved."""
-    root: _Tree = {}
-    for described in moved.described:
-        outermost, *outer, name = described.path.split("/") if is_inside(described.path) else ("", "")
-        if outermost != moved.name or len(outer) > _MOST_PARTS:
-            continue
-        folder = root
-        for part in outer:
-            inner = folder.setdefault(part, {})
-            if isinstance(inner, Described):
-                break
-            folder = inner
-        else:
-            folder.setdefault(name, described)
-    return root
+    def remove(self, folder: Directory, path: str, depth: int = 0) -> None:
+        """Remove everything in and below a directory, and directories that are empty: an interrupted removal may have
+        left them."""
+        kinds = folder.kinds()
+        if not _OTHERS.isdisjoint(kinds):
+            logger.warning("%s was not removed: it is another checkpoint", folder.path)
+            return
+        if self._remove_here(folder, path, kinds) and self._mark:
+            return
+        for name, kind in kinds.items():
+            inner = f"{path}/{name}"
+            if kind == "directory" and self._is_wanted_below(inner) and folder.has_directory(name):
+                with folder.enter(name, depth) as below:
+                    self.remove(below, inner, depth + 1)
+                folder.remove_if_empty(name)
 
+    def _is_wanted_below(self, path: str) -> bool:
+        first = bisect_left(self._paths, f"{path}/")
+        return bool(self._mark) or any(one.startswith(f"{path}/") for one in self._paths[first : first + 1])
 
-def _remove(folder: Directory, mark: str, described: _Tree, owner: int | None, depth: int) -> None:
-    """Remove the arrays and databases of one save, in and below a directory: those with its mark, or, if it has none,
-    those that are described. Remove empty directories, too: an interrupted removal may have left them."""
-    kinds = folder.kinds()
-    if not _OTHERS.isdisjoint(kinds):
-        logger.warning("%s was not removed: it is another checkpoint", folder.path)
-        return
-    if _remove_here(folder, kinds, mark, described, owner) and mark:
-        return
-    for name, kind in kinds.items():
-        inner = described.get(name)
-        if kind == "directory" and (mark or isinstance(inner, dict)) and folder.has_directory(name):
-            with folder.enter(name, depth) as below:
-                _remove(below, mark, inner if isinstance(inner, dict) else {}, owner, depth + 1)
-            folder.remove_if_empty(name)
-
-
-def _remove_here(
-    folder: Directory, kinds: Mapping[str, Kind], mark: str, described: _Tree, owner: int | None
-) -> bool:
-    """Return whether the directory itself is an array or a database of the save; remove that one, if it is meant."""
-    if _mark_of_database(folder, kinds) == mark:
-        if _is_meant(folder, DATABASE_MARK, mark, described, owner):
-            _remove_database(folder, kinds)
+    def _remove_here(self, folder: Directory, path: str, kinds: Mapping[str, Kind]) -> bool:
+        """Return whether the directory itself is an array or a database of the save; remove that one, if it is
+        meant."""
+        if _mark_of_database(folder, kinds) == self._mark:
+            if self._is_meant(folder, path, DATABASE_MARK):
+                _remove_database(folder, kinds)
+            return True
+        if (array := read_array(folder, kinds)) is None or array.eformer != self._mark:
+            return False
+        if self._is_meant(folder, path, ZARRAY):
+            _remove_array(folder, array, kinds)
         return True
-    if (array := read_array(folder, kinds)) is None or array.eformer != mark:
-        return False
-    if _is_meant(folder, ZARRAY, mark, described, owner):
-        _remove_array(folder, array, kinds)
-    return True
 
-
-def _is_meant(folder: Directory, name: str, mark: str, described: _Tree, owner: int | None) -> bool:
-    """Tell whether the file that describes an array is of this user; and without a mark, the very file described."""
-    status, expected = folder.status(name), described.get(name)
-    if owner is not None and (status is None or status.st_uid != owner):
-        return False
-    return bool(mark) or (isinstance(expected, Described) and expected.is_same(status))
+    def _is_meant(self, folder: Directory, path: str, name: str) -> bool:
+        """Tell whether the file that describes an array is of this user; and without a mark, the very file
+        described."""
+        status = folder.status(name)
+        if self._owner is not None and (status is None or status.st_uid != self._owner):
+            return False
+        return bool(self._mark) or Described.at(folder, name, f"{path}/{name}") in self._described
 
 
 # -------------------------------------------------------------------------------------------- arrays
