@@ -8,16 +8,17 @@ from __future__ import annotations
 import datetime as dt
 import math
 import secrets
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from msgspec import Struct
 
 from eformer._engine.record.holdings import holdings_of
 from eformer._engine.record.manifest import LeafEntry, Receipt, TreeEntry, encode_leaves, weight_of
 from eformer._engine.record.pieces import PIECE_BYTES
 from eformer._engine.record.planned import data_files, leaf_entries, weight
 from eformer._engine.record.signature import signature_name
+from eformer._engine.stores.base import Commit
 from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.pool import gc_paused
 from eformer.errors import ProcessError
@@ -45,46 +46,27 @@ def commit(team: Team, receipt: Receipt) -> None:
     upload = team.upload
     assert upload is not None
     team.save.turn.wait()
-    upload.commit(_Commit(team, tree, upload))
+    fmt, change = team.format, partial(_change, team, tree, upload)
+    upload.commit(
+        Commit(fmt.read_index, change, fmt.index_name, tree.save_id, sweeps=True, is_done=team.is_committed)
+    )
     upload.close()
 
 
-class _Commit(Struct, frozen=True):
-    """The commit of a tree."""
+def _change(team: Team, tree: TreeEntry, upload: Upload, index: Index, store: Store) -> Change:
+    interrupts.check()
+    if team.save.fence:  # not before it is known that the save is not committed yet
+        team.save.fence()
+    change = index.commit(tree, store, upload)
+    is_replaced = change.index is None or index.version is not None
 
-    team: Team
-    tree: TreeEntry
-    upload: Upload
-    sweeps: bool = True
+    def tidy(store: Store, upload: Upload) -> None:
+        if change.tidy:
+            change.tidy(store, upload)
+        if is_replaced:
+            _remove_signature(team.save.file, store, upload)
 
-    @property
-    def name(self) -> str:
-        return self.team.format.index_name
-
-    @property
-    def save_id(self) -> str:
-        return self.tree.save_id
-
-    def read(self, store: Store) -> Index:
-        return self.team.format.read_index(store)
-
-    def change(self, index: Index, store: Store) -> Change:
-        interrupts.check()
-        if self.team.save.fence:  # not before it is known that the save is not committed yet
-            self.team.save.fence()
-        change = index.commit(self.tree, store, self.upload)
-        is_replaced = change.index is None or index.version is not None
-
-        def tidy(store: Store, upload: Upload) -> None:
-            if change.tidy:
-                change.tidy(store, upload)
-            if is_replaced:
-                _remove_signature(self.team.save.file, store, upload)
-
-        return msgspec.structs.replace(change, tidy=tidy)
-
-    def is_done(self) -> bool:
-        return self.team.is_committed()
+    return msgspec.structs.replace(change, tidy=tidy)
 
 
 def _remove_signature(file: str, place: Store, upload: Upload) -> None:
