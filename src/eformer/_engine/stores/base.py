@@ -13,11 +13,10 @@ needs no preparation; everything that writes goes through an `Upload`, whose fil
 from __future__ import annotations
 
 import errno
-import io
 import logging
 import os
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from msgspec import Struct
 
@@ -179,18 +178,6 @@ class Store(Protocol):
         The upload makes the place. If `is_first`, there is no checkpoint yet: the directory is synced as well, because
         another program may have made it and died.
         """
-
-
-class ReadOnly:
-    """The base of stores that are only read. `refusal` says so, and what to do."""
-
-    most_path_bytes = 0
-    refusal: str
-
-    def begin(
-        self, root: str = "", token: str = "", *, save_id: str = "", is_first: bool = False
-    ) -> NoReturn:
-        raise io.UnsupportedOperation(self.refusal)
 
 
 class Index(Protocol):

@@ -7,11 +7,10 @@ import stat
 from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from eformer._engine.stores import bucket_removal
+from eformer._engine.stores import bucket_removal, journal
 from eformer._engine.stores.bucket import BucketStore
 from eformer._engine.stores.directory import Directory, remove_entry, require_removable, walk
 from eformer._engine.stores.durable import SCRATCH, scratch_name
-from eformer._engine.stores.journal import sweep_dead
 from eformer._engine.stores.leases import LEASES, leased
 from eformer._engine.stores.local import on_disk
 from eformer._engine.stores.local_upload import LocalUpload
@@ -54,7 +53,7 @@ def sweep(store: Store, name: str) -> None:
     """Remove what dead saves, and removals that died, have left in a directory; "" is the place itself."""
     if (place := on_disk(store)) is not None:
         with Directory.open(place) as directory:
-            sweep_dead(directory, name)
+            _sweep_on_disk(directory, name)
     elif name:
         bucket_removal.sweep(*_bucket(store, name))
 
@@ -108,6 +107,19 @@ def _bucket(store: Store, name: str) -> tuple[Objects, str]:
 
 
 # ----------------------------------------------------------------------------------------- on a disk
+
+
+def _sweep_on_disk(place: Directory, name: str) -> None:
+    """Sweep a directory, and remove it if it has nothing else."""
+    if not name:
+        journal.sweep(place)
+        return
+    with suppress(OSError):  # it cannot be listed, or its save has just begun
+        with place.enter(name) as inner:
+            was_left = any(SCRATCH.fullmatch(one) for one in inner.kinds())
+            journal.sweep(inner)
+        if was_left:
+            place.remove_if_empty(name)
 
 
 def _identity(status: os.stat_result) -> Identity:

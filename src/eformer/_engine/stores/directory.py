@@ -54,17 +54,20 @@ _MOST_DEPTH = 400  # of directories; those written by eformer are never nested a
 
 
 class Directory:
-    """An open directory. Its methods take plain names, without slashes, and do not follow links."""
+    """An open directory. Its methods take plain names, without slashes, and do not follow links.
 
-    __slots__ = ("_can_be_read", "_where", "descriptor")
+    `where` is the path by which it was opened, for messages: text that `path` makes a path of when that is needed.
+    """
+
+    __slots__ = ("_can_be_read", "descriptor", "where")
 
     def __init__(self, path: Path | str, descriptor: int, *, can_be_read: bool = True) -> None:
-        self._where, self.descriptor, self._can_be_read = path, descriptor, can_be_read
+        self.where, self.descriptor, self._can_be_read = path, descriptor, can_be_read
 
     @property
     def path(self) -> Path:
         """Return the path by which it was opened, for messages and for reading."""
-        return Path(self._where)
+        return Path(self.where)
 
     @classmethod
     def open(cls, path: Path) -> Directory:
@@ -81,12 +84,12 @@ class Directory:
         another file system, or another part of this one, is mounted on the way, or if this directory is nested more
         deeply, by its `depth`, than those written by eformer.
         """
-        _checked(path, self._where, "directory", is_path=True)
+        _checked(path, self.where, "directory", is_path=True)
         if depth > _MOST_DEPTH:
             raise OSError(errno.ELOOP, "Directories are nested too deeply", str(self.path))
         try:
             descriptor = open_below(self.descriptor, path, _FOLDER, one_mount=True)
-            return Directory(f"{self._where}/{path}", descriptor)
+            return Directory(f"{self.where}/{path}", descriptor)
         except OSError as error:
             code = errno.ENOTDIR if error.errno == errno.ELOOP else error.errno
             raise OSError(code, os.strerror(code or 0), str(self.path / path)) from error
@@ -106,7 +109,7 @@ class Directory:
     def status(self, name: str) -> os.stat_result | None:
         """Return the status of an entry; of the link itself if it is one. Return None if it does not exist."""
         try:
-            return os.stat(_checked(name, self._where), dir_fd=self.descriptor, follow_symlinks=False)
+            return os.stat(_checked(name, self.where), dir_fd=self.descriptor, follow_symlinks=False)
         except FileNotFoundError:
             return None
 
@@ -126,7 +129,7 @@ class Directory:
 
         Raise FormatError for anything but a regular file, and for more than `most` bytes.
         """
-        with Closing(open_beneath(self.descriptor, self._where, name, through_links=False)) as descriptor:
+        with Closing(open_beneath(self.descriptor, self.where, name, through_links=False)) as descriptor:
             status = os.fstat(descriptor)
             if status.st_size > most:
                 raise FormatError(f"{self.path / name} has {status.st_size} bytes, more than {most}")
@@ -136,12 +139,12 @@ class Directory:
 
     def create(self, name: str, flags: int = os.O_WRONLY) -> int:
         """Create a file and return its descriptor. Raise FileExistsError if the name is taken."""
-        return os.open(_checked(name, self._where), flags | _CREATE, 0o666, dir_fd=self.descriptor)
+        return os.open(_checked(name, self.where), flags | _CREATE, 0o666, dir_fd=self.descriptor)
 
     def make(self, name: str, *, usable: bool = False) -> None:
         """Make a directory; a `usable` one can be entered and written to by its owner, whatever the umask says."""
         try:
-            os.mkdir(_checked(name, self._where), dir_fd=self.descriptor)
+            os.mkdir(_checked(name, self.where), dir_fd=self.descriptor)
         except OSError as error:  # which names no more than the name
             raise OSError(error.errno, error.strerror, str(self.path / name)) from error
         if usable and (status := self.status(name)) and status.st_mode & 0o700 != 0o700:
@@ -149,18 +152,18 @@ class Directory:
 
     def link(self, name: str, target: Path | str) -> None:
         """Hard-link a file into this directory. The caller compares it with the file that it has looked at."""
-        os.link(target, _checked(name, self._where), dst_dir_fd=self.descriptor, follow_symlinks=False)
+        os.link(target, _checked(name, self.where), dst_dir_fd=self.descriptor, follow_symlinks=False)
 
     # ---------------------------------------------------------------------------------------- move
 
     def rename(self, name: str, target: Directory, final: str) -> None:
         """Move an entry to another name. A file of that name is replaced; of a link, the link and not its target."""
-        name, final = _checked(name, self._where), _checked(final, self._where)
+        name, final = _checked(name, self.where), _checked(final, self.where)
         os.rename(name, final, src_dir_fd=self.descriptor, dst_dir_fd=target.descriptor)
 
     def put(self, name: str, target: Directory, final: str) -> None:
         """Move an entry to a name that is free or an empty directory. Raise FileExistsError otherwise."""
-        name, final = _checked(name, self._where), _checked(final, self._where)
+        name, final = _checked(name, self.where), _checked(final, self.where)
         try:
             if not self.has_directory(name):
                 here, there = self.descriptor, target.descriptor
@@ -182,11 +185,11 @@ class Directory:
     def unlink(self, name: str) -> None:
         """Remove a file, or a link itself, if it exists."""
         with suppress(FileNotFoundError):
-            os.unlink(_checked(name, self._where), dir_fd=self.descriptor)
+            os.unlink(_checked(name, self.where), dir_fd=self.descriptor)
 
     def remove_if_empty(self, name: str) -> None:
         try:
-            os.rmdir(_checked(name, self._where), dir_fd=self.descriptor)
+            os.rmdir(_checked(name, self.where), dir_fd=self.descriptor)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR):
                 raise
@@ -216,7 +219,7 @@ class Directory:
         with Closing(os.open(".", _OPEN, dir_fd=self.descriptor)) as descriptor:
             try:
                 lock(descriptor)
-                if not os.path.samestat(os.stat(self._where), os.fstat(descriptor)):
+                if not os.path.samestat(os.stat(self.where), os.fstat(descriptor)):
                     raise FileNotFoundError(errno.ENOENT, "Directory was moved or replaced", str(self.path))
                 yield
             finally:

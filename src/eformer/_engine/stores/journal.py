@@ -15,8 +15,8 @@ import msgspec
 
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder
 from eformer._engine.record.zarray import ZARRAY
-from eformer._engine.stores.directory import Directory, remove_opened, try_lock
-from eformer._engine.stores.durable import SCRATCH, remove_if_dead
+from eformer._engine.stores.directory import FILE, Closing, Directory, remove_opened, try_lock
+from eformer._engine.stores.durable import SCRATCH
 from eformer._engine.stores.removal import Described, Moved, read_array, remove_moved
 from eformer.errors import FormatError
 
@@ -114,25 +114,17 @@ def sweep(place: Directory, committed: Container[str] | None = None, *, but: str
             if not SCRATCH.fullmatch(name) or name == but:
                 continue
             if kind == "file":
-                remove_if_dead(place, name)
+                _remove_if_dead(place, name)
             elif kind == "directory":
                 _sweep(place, name, committed)
 
 
-def sweep_dead(place: Directory, name: str = "") -> None:
-    """Remove what saves to a directory have left that died before they published anything.
-
-    With a `name`, do so in that directory of `place`, which is removed, too, if it had nothing else.
-    """
-    if not name:
-        sweep(place)
-        return
-    with suppress(OSError):  # it cannot be listed, or its save has just begun
-        with place.enter(name) as inner:
-            was_left = any(SCRATCH.fullmatch(one) for one in inner.kinds())
-            sweep_dead(inner)
-        if was_left:
-            place.remove_if_empty(name)
+def _remove_if_dead(place: Directory, name: str) -> None:
+    """Remove a scratch file unless its writer is alive."""
+    # An error: its writer is alive and holds the lock, or has just removed it.
+    with suppress(OSError), Closing(os.open(name, FILE, dir_fd=place.descriptor)) as descriptor:
+        try_lock(descriptor)
+        place.unlink(name)
 
 
 def _sweep(place: Directory, name: str, committed: Container[str] | None) -> None:

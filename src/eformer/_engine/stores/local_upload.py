@@ -42,7 +42,7 @@ class LocalUpload(NewFiles):
         from eformer._engine.stores.local import LocalStore  # late: a store makes uploads
 
         with self.exclusive():
-            store = LocalStore(self.place.path)
+            store = LocalStore(self.place.where)
             index = commit.read(store)
             if commit.sweeps:
                 self._sweep(index.save_ids)
@@ -112,15 +112,14 @@ class LocalUpload(NewFiles):
     def _withdraw(self) -> None:
         """Remove what was published: the save has failed before its commit."""
         self.remove(self._published)
-        self._carry_out(None)
+        if self.journal:
+            carry_out(self.place, self.journal, None)
+        self.journal = None
 
     def _finish(self, change: Change) -> None:
         """Remove what was replaced: the save is committed."""
-        self._carry_out({self.journal.save_id} if self.journal else None)
-
-    def _carry_out(self, committed: Container[str] | None) -> None:
         if self.journal:
-            carry_out(self.place, self.journal, committed)
+            carry_out(self.place, self.journal, {self.journal.save_id})
         self.journal = None
 
     def remove(self, names: Iterable[str]) -> None:

@@ -90,13 +90,19 @@ class NewFiles(Scratch):
         self.written += [(path, False) for path, _ in files]
 
     def link(self, name: str, source: Store, entry: Entry) -> bool:
+        from eformer._engine.stores.local import on_disk  # late: a store makes uploads
+
         outer, _, plain = name.rpartition("/")
+        if (place := on_disk(source)) is None:
+            return False
         try:
-            if (target := _path_of(source, entry.name)) is None:
-                return False
+            os.close(open_inside(place, entry.name))  # raises if it leads out of its store
             with self.made_folder(outer) as folder:
-                folder.link(plain, target)
-                _require_same(folder, plain, entry)
+                folder.link(plain, place / entry.name)
+                status = folder.status(plain)
+                if status is None or content_of(version_of(status)) != content_of(entry.version):
+                    folder.unlink(plain)
+                    raise FormatError("it is not the file that was looked at")
         except (OSError, FormatError) as error:  # no links between these places; or it was just removed
             logger.warning("reuse: cannot link %s, writing it again: %s", source.path_to(entry.name), error)
             return False
@@ -106,7 +112,7 @@ class NewFiles(Scratch):
 
     def folder(self, path: str) -> Directory:
         """Open a directory of the data; "" is the data itself. The caller closes it."""
-        return self.data.enter(path) if path else Directory(self.data.path, os.dup(self.data.descriptor))
+        return self.data.enter(path) if path else Directory(self.data.where, os.dup(self.data.descriptor))
 
     def made_folder(self, path: str) -> Directory:
         """Open a directory of the data, made if it is not there. The caller closes it."""
@@ -141,23 +147,6 @@ class NewFiles(Scratch):
         for file in self._files:
             file.abandon()
         super().abandon()
-
-
-def _path_of(store: Store, name: str) -> Path | None:
-    """Return the path of a file of this machine, which does not lead out of its store; None for any other file."""
-    from eformer._engine.stores.local import on_disk  # late: a store makes uploads
-
-    if (place := on_disk(store)) is not None:
-        os.close(open_inside(place, name))
-        return place / name
-    return None
-
-
-def _require_same(folder: Directory, name: str, entry: Entry) -> None:
-    status = folder.status(name)
-    if status is None or content_of(version_of(status)) != content_of(entry.version):
-        folder.unlink(name)
-        raise FormatError("it is not the file that was looked at")
 
 
 class NewFile:

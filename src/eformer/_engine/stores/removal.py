@@ -24,7 +24,7 @@ from eformer._engine.record.zarray import MOST_ZARRAY, ZARRAY, ZArray, parse_zar
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from eformer._engine.stores.base import Kind
     from eformer._engine.stores.directory import Directory
@@ -34,14 +34,13 @@ logger = logging.getLogger("eformer")
 DATABASE_MARK = ".eformer"  # the file in a database that names its save
 
 PROCESS_RECORD = re.compile(r"\.eformer-\d+")  # of an array that several processes wrote
-_DATABASE_FILES = "d"
-_DATABASE_FILE = re.compile(r"[0-9a-f]{32}")
 _DATABASE_MANIFEST = "manifest.ocdbt"
-_BRANCH = re.compile(r"process-\d+")  # of a database that several processes wrote
+# A database that several processes wrote has branches. The manifest of a branch is removed when it is joined.
+_DATABASE_PART = re.compile(r"manifest\.ocdbt|(process-\d+/)?(d/([0-9a-f]{32})?)?")
 
 # Files at the top of another checkpoint. A directory of leaves has none of them: its names have no dots.
 _OTHERS = {"tensorstore_index.json", "_METADATA", "_CHECKPOINT_METADATA"}
-_ELSE = {*_OTHERS, ZARRAY, DATABASE_MARK}  # also those of another array or database
+_ELSE = {*_OTHERS, ZARRAY, DATABASE_MARK, _DATABASE_MANIFEST}  # also those of another array or database
 
 _MOST_MARK = 2**10  # bytes
 
@@ -159,35 +158,17 @@ def read_array(folder: Directory, kinds: Mapping[str, Kind]) -> ZArray | None:
 
 
 def _remove_array(folder: Directory, array: ZArray, kinds: Mapping[str, Kind]) -> None:
-    _remove_chunks(folder, array, kinds, ())
-    for name in _files(kinds):
-        if PROCESS_RECORD.fullmatch(name):
-            folder.unlink(name)
-    folder.unlink(ZARRAY)
-
-
-def _remove_chunks(
-    folder: Directory, array: ZArray, kinds: Mapping[str, Kind], outer: tuple[str, ...]
-) -> None:
-    """Remove the chunks, and their directories if the numbers in their names are separated by slashes."""
     is_nested = array.dimension_separator == "/"
-    for name, kind in kinds.items():
-        numbers = (*outer, name) if is_nested else name.split(".")
-        if kind == "file" and array.is_chunk(numbers):
-            folder.unlink(name)
-        elif kind == "directory" and is_nested and name.isdecimal() and len(numbers) < len(array.shape):
-            with folder.enter(name) as inner:
-                inside = inner.kinds()
-                if _ELSE.isdisjoint(inside):
-                    _remove_chunks(inner, array, inside, (*outer, name))
-            folder.remove_if_empty(name)
 
+    def is_part(path: str) -> bool:
+        names = path.split("/")
+        if not names[-1]:  # a directory of chunks
+            return is_nested and names[-2].isdecimal() and len(names) <= len(array.shape)
+        is_chunk = array.is_chunk(names if is_nested else path.split("."))
+        return is_chunk or PROCESS_RECORD.fullmatch(path) is not None
 
-def _files(kinds: Mapping[str, Kind]) -> Iterable[str]:
-    return [name for name, kind in kinds.items() if kind == "file"]
-
-
-# ----------------------------------------------------------------------------------------- databases
+    _remove_parts(folder, kinds, is_part)
+    folder.unlink(ZARRAY)
 
 
 def _mark_of_database(folder: Directory, kinds: Mapping[str, Kind]) -> str | None:
@@ -200,24 +181,21 @@ def _mark_of_database(folder: Directory, kinds: Mapping[str, Kind]) -> str | Non
 
 
 def _remove_database(folder: Directory, kinds: Mapping[str, Kind]) -> None:
-    for name, kind in kinds.items():
-        if kind == "directory" and _BRANCH.fullmatch(name):
-            with folder.enter(name) as branch:
-                inside = branch.kinds()
-                # The manifest of a branch is removed when it is joined: a branch that has one is another database.
-                if _ELSE.isdisjoint(inside) and _DATABASE_MANIFEST not in inside:
-                    _remove_database_files(branch, inside)
-            folder.remove_if_empty(name)
-    _remove_database_files(folder, kinds)
+    _remove_parts(folder, kinds, lambda path: _DATABASE_PART.fullmatch(path) is not None)
     folder.unlink(DATABASE_MARK)
 
 
-def _remove_database_files(folder: Directory, kinds: Mapping[str, Kind]) -> None:
-    if kinds.get(_DATABASE_FILES) == "directory":
-        with folder.enter(_DATABASE_FILES) as inner:
-            for name in _files(inner.kinds()):
-                if _DATABASE_FILE.fullmatch(name):
-                    inner.unlink(name)
-        folder.remove_if_empty(_DATABASE_FILES)
-    if kinds.get(_DATABASE_MANIFEST) == "file":
-        folder.unlink(_DATABASE_MANIFEST)
+def _remove_parts(
+    folder: Directory, kinds: Mapping[str, Kind], is_part: Callable[[str], bool], outer: str = ""
+) -> None:
+    """Remove the files that are part of an array or a database, and directories that are empty without them. The path
+    of a directory ends with a slash."""
+    for name, kind in kinds.items():
+        if kind == "file" and is_part(outer + name):
+            folder.unlink(name)
+        elif kind == "directory" and is_part(inner := f"{outer}{name}/"):
+            with folder.enter(name) as below:
+                inside = below.kinds()
+                if _ELSE.isdisjoint(inside):
+                    _remove_parts(below, inside, is_part, inner)
+            folder.remove_if_empty(name)
