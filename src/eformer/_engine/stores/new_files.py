@@ -7,9 +7,8 @@ import logging
 import os
 import sys
 import threading
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
-from itertools import groupby
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -63,8 +62,9 @@ class NewFiles(Scratch):
     def __init__(self, directory: Path, token: str = "", *, is_first: bool = False) -> None:
         self.nbytes = 0
         self.passes_cache = False
-        self.written: list[tuple[str, bool]] = []  # paths of complete files, and whether they are synced
-        self._made = {""}
+        self.unsynced: list[str] = []  # complete files
+        self.synced: list[str] = []  # of these only the directories are left to sync
+        self._made: set[str] = set()
         self._files: list[NewFile] = []
         super().__init__(directory, token, is_first=is_first)
 
@@ -83,11 +83,11 @@ class NewFiles(Scratch):
         file.close()
 
     def put(self, files: Sequence[tuple[str, bytes]]) -> None:
-        for outer, neighbours in groupby(files, lambda file: file[0].rpartition("/")[0]):
-            with self.made_folder(outer) as folder:
-                for path, data in neighbours:
-                    write_new(folder, path.rpartition("/")[2], data)
-        self.written += [(path, False) for path, _ in files]
+        with closing(_Folders(self.data, self._made)) as folders:
+            for path, data in files:
+                outer, _, name = path.rpartition("/")
+                write_new(folders.at(outer), name, data)
+        self.unsynced += [path for path, _ in files]
 
     def link(self, name: str, source: Store, entry: Entry) -> bool:
         from eformer._engine.stores.local import on_disk  # late: a store makes uploads
@@ -107,7 +107,7 @@ class NewFiles(Scratch):
             logger.warning("reuse: cannot link %s, writing it again: %s", source.path_to(entry.name), error)
             return False
         if outer:  # the new name in its directory; the bytes were synced by the save that wrote them
-            self.written.append((name, False))
+            self.unsynced.append(name)
         return True
 
     def folder(self, path: str) -> Directory:
@@ -116,20 +116,18 @@ class NewFiles(Scratch):
 
     def made_folder(self, path: str) -> Directory:
         """Open a directory of the data, made if it is not there. The caller closes it."""
-        if path not in self._made:
-            outer, _, name = path.rpartition("/")
-            with self.made_folder(outer) as parent, suppress(FileExistsError):  # made by another process
-                parent.make(name)
-            self._made.add(path)
+        if path:
+            with closing(_Folders(self.data, self._made)) as folders:
+                folders.at(path)
         return self.folder(path)
 
     def sync(self) -> None:
-        written, self.written = self.written, []
-        unsynced = [path for path, is_synced in written if not is_synced]
+        unsynced, self.unsynced = self.unsynced, []
+        synced, self.synced = self.synced, []
         if len(unsynced) >= _FEW and _syncfs(self.data.descriptor):
             return
         run_all([partial(self._sync_one, path) for path in unsynced], default_threads())
-        outer = {str(outer) for path, _ in written for outer in PurePosixPath(path).parents}
+        outer = {str(outer) for path in unsynced + synced for outer in PurePosixPath(path).parents}
         for path in outer - {"."}:  # the data directory itself is synced if it is moved
             with self.folder(path) as folder:
                 folder.sync()
@@ -147,6 +145,36 @@ class NewFiles(Scratch):
         for file in self._files:
             file.abandon()
         super().abandon()
+
+
+class _Folders:
+    """The directory of the data that was asked for last, and those that it is in: neighbours are opened in them."""
+
+    def __init__(self, data: Directory, made: set[str]) -> None:
+        self._made, self._open = made, [("", data)]
+
+    def at(self, path: str) -> Directory:
+        """Return a directory, which is made if it is not there. It is open until the next one."""
+        outer, folder = self._open[-1]
+        if path == outer:
+            return folder
+        while outer and not path.startswith(f"{outer}/"):
+            folder.close()
+            self._open.pop()
+            outer, folder = self._open[-1]
+        for name in path.removeprefix(f"{outer}/").split("/") if path else ():
+            outer = f"{outer}/{name}" if outer else name
+            if outer not in self._made:
+                with suppress(FileExistsError):  # made by another process
+                    folder.make(name)
+                self._made.add(outer)
+            folder = folder.enter(name)
+            self._open.append((outer, folder))
+        return folder
+
+    def close(self) -> None:
+        for _, folder in self._open[1:]:
+            folder.close()
 
 
 class NewFile:
@@ -183,7 +211,7 @@ class NewFile:
             self._open()
         if self._sync:  # through the descriptor that wrote it, which knows of every error
             sync_data(self._descriptor)
-        self._upload.written.append((self._path, self._sync))
+        (self._upload.synced if self._sync else self._upload.unsynced).append(self._path)
         self.abandon()
 
     def abandon(self) -> None:

@@ -9,6 +9,7 @@ there, and gets its name when it is complete: nobody ever sees it without its ch
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Self
@@ -36,6 +37,8 @@ class Scratch:
     def __init__(self, directory: Path, token: str = "", *, is_first: bool = False) -> None:
         if is_first:
             make_directories(directory.parent)
+            if not directory.parent.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
             if directory.is_dir():  # another program has made it, and may have died before it synced it
                 sync_directory(directory.parent)
         self.is_owner, self.token, self._directory = not token, token, directory
