@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
-from eformer._engine.stores import journal as journals
 from eformer._engine.stores import checkpoints
+from eformer._engine.stores import journal as journals
 from eformer._engine.stores.base import publish
 from eformer._engine.stores.directory import Directory, set_mode
 from eformer._engine.stores.journal import Journal
