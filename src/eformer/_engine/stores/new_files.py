@@ -52,6 +52,9 @@ _SYNCED_BY_SYNCFS = {0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x7
 # out the pages of other files.
 _WARM_PART = 1 / 8
 
+# Directories that are open at once while small files are written.
+_MOST_OPEN = 8
+
 
 class NewFiles(Scratch):
     """The new files of a save, in the `data` of its scratch directory. Those at its top get the permissions of the
@@ -148,7 +151,7 @@ class NewFiles(Scratch):
 
 
 class _Folders:
-    """The directory of the data that was asked for last, and those that it is in: neighbours are opened in them."""
+    """The directory of the data that was asked for last, and the ones around it: its neighbours are opened in them."""
 
     def __init__(self, data: Directory, made: set[str]) -> None:
         self._made, self._open = made, [("", data)]
@@ -170,6 +173,8 @@ class _Folders:
                 self._made.add(outer)
             folder = folder.enter(name)
             self._open.append((outer, folder))
+            if len(self._open) > _MOST_OPEN:
+                self._open.pop(1)[1].close()
         return folder
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ class Scratch:
                 sync_directory(directory.parent)
         self.is_owner, self.token, self._directory = not token, token, directory
         self.is_new = not os.path.lexists(directory / token)
-        if token and self.is_new:
+        if token and self.is_new:  # unless the other process is not seen yet
             self.is_new = (directory.parent / token).is_dir()
         self.around = Directory.open(directory.parent if self.is_new else directory)
         self.place = self.around
