@@ -22,7 +22,9 @@ from eformer._engine.formats.msgpack.reader import unpack as _unpack
 from eformer._engine.formats.msgpack.writer import can_pack as _can_pack
 from eformer._engine.formats.msgpack.writer import pack as _pack
 from eformer._engine.record.signature import signature_name as _signature_name
+from eformer._engine.stores.directory import Directory as _Directory
 from eformer._engine.stores.durable import replacing as _replacing
+from eformer._engine.stores.journal import sweep as _sweep
 from eformer._engine.stores.urls import is_file_url as _is_file_url
 from eformer._engine.stores.urls import local_path as _local_path
 from eformer._engine.tasks.interrupts import check as _check
@@ -140,7 +142,9 @@ def save_to_file(target: Any, filepath: str) -> None:
     """
     state = to_state_dict(target)
     path = _local(filepath)
-    with _replacing(path, sweep=True) as file:
+    with _replacing(path) as file:
+        with _Directory.open(path.parent) as directory:
+            _sweep(directory)
         _pack(state, partial(_write, file), max_chunk=MAX_CHUNK_SIZE, sort_keys=False)
     with suppress(OSError):  # if the signature of the earlier file stays, it says that this one was altered
         path.with_name(_signature_name(path.name)).unlink()

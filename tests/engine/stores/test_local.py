@@ -14,6 +14,7 @@ import pytest
 
 from contracts.store import SweptContract
 from eformer._engine.stores import durable, new_files
+from eformer._engine.stores.base import publish
 from eformer._engine.stores.durable import replacing
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_upload import LocalUpload
@@ -254,6 +255,28 @@ def test_a_killed_writer_leaves_a_whole_file(tmp_path, wait):
     state = load_from_file(None, path)
     assert state["generation"] in (1, 2)
     assert state["generation"] == 1 or (state["w"] == 2.0).all()
+
+
+def test_small_files_of_directories_in_any_order(tmp_path):
+    names = [
+        "a/b/1",
+        "a/b/2",
+        "ab/3",
+        "a/4",
+        "a/b/c/5",
+        "6",
+        "x/y/z/7",
+        "x/8",
+        "a/b/9",
+        f"{'d/' * 30}10",
+        "d/d/11",
+    ]
+    with closing(LocalUpload(tmp_path)) as upload:
+        upload.put([(name, name.encode()) for name in names[:5]])
+        upload.put([(name, name.encode()) for name in names[5:]])
+        upload.sync()
+        publish(upload, upload.names())
+    assert {name: (tmp_path / name).read_bytes() for name in names} == {n: n.encode() for n in names}
 
 
 # --------------------------------------------------------------------------------- past the page cache

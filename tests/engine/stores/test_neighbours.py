@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
+from eformer._engine.stores import checkpoints
 from eformer._engine.stores import journal as journals
-from eformer._engine.stores import local_removal
 from eformer._engine.stores.base import publish
 from eformer._engine.stores.directory import Directory, set_mode
 from eformer._engine.stores.journal import Journal
@@ -199,7 +199,7 @@ def test_a_directory_that_takes_the_name_of_a_step_in_the_last_moment_goes_back(
 ):
     if disk == "full":
         full()
-    inside, look = run / "precious", local_removal.require_removable
+    inside, look = run / "precious", checkpoints.require_removable
     precious.rename(inside)
     act = once(lambda: swap(run / "step-1", inside, run / "away"))
 
@@ -207,7 +207,7 @@ def test_a_directory_that_takes_the_name_of_a_step_in_the_last_moment_goes_back(
         look(place, name)
         act()
 
-    monkeypatch.setattr(local_removal, "require_removable", look_late)
+    monkeypatch.setattr(checkpoints, "require_removable", look_late)
     with pytest.raises(ValueError, match="has changed since its removal was planned"):
         prune(run, keep=1)
     assert whole(run / "step-1")

@@ -33,7 +33,7 @@ from eformer._engine.saving.pending import Pending
 from eformer._engine.saving.save import carry_out
 from eformer._engine.saving.start import start
 from eformer._engine.stores.base import read_whole, update_file
-from eformer._engine.stores.directory import Directory, remove_opened
+from eformer._engine.stores.directory import Directory, remove_entry
 from eformer._engine.stores.durable import scratch_name
 from eformer._engine.stores.local import on_disk
 from eformer._engine.stores.locate import absolute, store_at
@@ -329,8 +329,4 @@ def _remove_entry(folder: Directory, name: str) -> None:
         hidden = name if name.startswith(".") else scratch_name()
         if hidden != name:
             folder.rename(name, folder, hidden)
-        if folder.has_directory(hidden):
-            with folder.enter(hidden) as inner:
-                remove_opened(folder, hidden, inner)
-        else:
-            folder.unlink(hidden)
+        remove_entry(folder, hidden)

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import datetime as dt
 import secrets
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from msgspec import Struct
 
 from eformer._engine.record.manifest import TreeEntry
 from eformer._engine.record.pieces import PIECE_BYTES
 from eformer._engine.record.signature import signature_name
+from eformer._engine.stores.base import Commit
 from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.deadline import clearing_up
 
@@ -40,35 +41,33 @@ def new_tree(
     )
 
 
-class Commit(Struct, frozen=True):
-    """The commit of a tree, as an upload carries it out."""
+def commit_of(save: Save, tree: TreeEntry) -> Commit:
+    """Return the commit of a tree, as an upload carries it out."""
+    fmt = save.format
+    return Commit(
+        fmt.read_index,
+        partial(_change, save, tree),
+        fmt.index_name,
+        tree.save_id,
+        sweeps=True,
+        is_done=partial(is_committed, save),
+    )
 
-    save: Save
-    tree: TreeEntry
-    name: str
-    save_id: str
-    sweeps: bool = True
 
-    def read(self, store: Store) -> Index:
-        return self.save.format.read_index(store)
+def _change(save: Save, tree: TreeEntry, index: Index, store: Store) -> Change:
+    interrupts.check()
+    if save.fence:  # not before it is known that the save is not committed yet
+        save.fence()
+    change = index.commit(tree, store, save.upload)
+    if change.index is not None and index.version is None:
+        return change  # there was no checkpoint
 
-    def change(self, index: Index, store: Store) -> Change:
-        interrupts.check()
-        if self.save.fence:  # not before it is known that the save is not committed yet
-            self.save.fence()
-        change = index.commit(self.tree, store, self.save.upload)
-        if change.index is not None and index.version is None:
-            return change  # there was no checkpoint
+    def tidy(store: Store, upload: Upload) -> None:
+        if change.tidy:
+            change.tidy(store, upload)
+        _remove_signature(save.file, store, upload)
 
-        def tidy(store: Store, upload: Upload) -> None:
-            if change.tidy:
-                change.tidy(store, upload)
-            _remove_signature(self.save.file, store, upload)
-
-        return msgspec.structs.replace(change, tidy=tidy)
-
-    def is_done(self) -> bool:
-        return is_committed(self.save)
+    return msgspec.structs.replace(change, tidy=tidy)
 
 
 def is_committed(save: Save) -> bool:

@@ -20,7 +20,7 @@ from eformer._engine.processes.hosts import told_to_all
 from eformer._engine.record.indexes import Listed
 from eformer._engine.record.manifest import Receipt, encode_leaves
 from eformer._engine.record.planned import data_files, leaf_entries
-from eformer._engine.saving.commit import Commit
+from eformer._engine.saving.commit import commit_of
 from eformer._engine.saving.reuse import Kept, apart, find_earlier, keep_chunks, keep_files
 from eformer._engine.saving.staging import Staging
 from eformer._engine.saving.write import compute_sha256, write
@@ -217,7 +217,7 @@ class Save:
             metadata = {**tree.raw_metadata, **self.late(receipt.parts)}
             tree = msgspec.structs.replace(tree, raw_metadata=metadata)
         self.turn.wait()
-        self.upload.commit(Commit(self, tree, self.format.index_name, tree.save_id))
+        self.upload.commit(commit_of(self, tree))
 
     def recorded(self, receipt: Receipt) -> TreeEntry:
         """Return the tree as the manifest has it."""

@@ -13,10 +13,10 @@ needs no preparation; everything that writes goes through an `Upload`, whose fil
 from __future__ import annotations
 
 import errno
-import io
 import logging
 import os
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, runtime_checkable
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from msgspec import Struct
 
@@ -180,18 +180,6 @@ class Store(Protocol):
         """
 
 
-class ReadOnly:
-    """The base of stores that are only read. `refusal` says so, and what to do."""
-
-    most_path_bytes = 0
-    refusal: str
-
-    def begin(
-        self, root: str = "", token: str = "", *, save_id: str = "", is_first: bool = False
-    ) -> NoReturn:
-        raise io.UnsupportedOperation(self.refusal)
-
-
 class Index(Protocol):
     """The index of a place, as it is before a commit. `manifest` and `save_ids` are None if they are not known."""
 
@@ -239,28 +227,22 @@ class Change(Struct, frozen=True):
         return gone
 
 
-class Commit(Protocol):
-    """A commit, as an upload carries it out. In the order of calls: `read`, `change`, after an error `is_done`."""
+class Commit(Struct, frozen=True):
+    """A commit, as an upload carries it out. In the order of calls: `read`, `change`, after an error `is_done`.
 
-    @property
-    def name(self) -> str:
-        """The name of the index."""
+    read     reads the index. The store is the place; of a new place, it is where that is made
+    change   chooses final names, and makes the next index
+    name     the name of the index
+    sweeps   whether the remains of writers that died are removed, too
+    is_done  tells whether the index names the save; True if that cannot be known, or nothing has to be withdrawn
+    """
 
-    @property
-    def save_id(self) -> str: ...
-
-    @property
-    def sweeps(self) -> bool:
-        """Whether the remains of writers that died are removed, too."""
-
-    def read(self, store: Store) -> Index:
-        """Read the index. The store is the place; of a new place, it is where that is made."""
-
-    def change(self, index: Any, store: Store) -> Change:
-        """Choose final names, and make the next index."""
-
-    def is_done(self) -> bool:
-        """Tell, after an error, whether the index names the save; True if that cannot be known."""
+    read: Callable[[Store], Index]
+    change: Callable[[Any, Store], Change]
+    name: str = ""
+    save_id: str = ""
+    sweeps: bool = False
+    is_done: Callable[[], bool] = lambda: True
 
 
 class Upload(Protocol):
@@ -354,30 +336,6 @@ class NoIndex(Struct, frozen=True):
         return False
 
 
-class _Update(Struct, frozen=True):
-    """The commit of a small file, or of the new files alone."""
-
-    name: str
-    to_change: Callable[[bytes | None], Change]
-    sweeps: bool = False
-    save_id: str = ""
-
-    def read(self, store: Store) -> NoIndex:
-        if not self.name:
-            return NoIndex()
-        try:
-            data, entry = read_whole(store, self.name)
-        except FileNotFoundError:
-            return NoIndex()
-        return NoIndex(entry.version, data)
-
-    def change(self, index: NoIndex, store: Store) -> Change:
-        return self.to_change(index.data)
-
-    def is_done(self) -> bool:
-        return True  # nothing has to be withdrawn
-
-
 def update_file(
     store: Store, name: str, change: Callable[[bytes | None], bytes], *, sweep: bool = False
 ) -> None:
@@ -386,31 +344,32 @@ def update_file(
     With `sweep`, the remains of uploads to the place that died are removed, too.
     """
 
-    def to_change(before: bytes | None) -> Change:
-        after = change(before)
+    def read(store: Store) -> NoIndex:
+        try:
+            data, entry = read_whole(store, name)
+        except FileNotFoundError:
+            return NoIndex()
+        return NoIndex(entry.version, data)
+
+    def to_change(index: NoIndex, _: Store) -> Change:
+        after = change(index.data)
         return Change(index=lambda _: after)
 
-    upload = store.begin(is_first=True)
-    try:
-        upload.commit(_Update(name, to_change, sweep))
-    finally:
-        upload.close()
+    with closing(store.begin(is_first=True)) as upload:
+        upload.commit(Commit(read, to_change, name, sweeps=sweep))
 
 
 def publish(upload: Upload, names: Iterable[str]) -> None:
     """Let the new files of an upload appear together under their names. There is no index."""
     change = Change({name: name for name in names})
-    upload.commit(_Update("", lambda _: change))
+    upload.commit(Commit(lambda _: NoIndex(), lambda *_: change))
 
 
 def remove_files(store: Store, names: Sequence[str]) -> None:
     """Remove files that eformer wrote, if they are there."""
     if names:
-        upload = store.begin()
-        try:
+        with closing(store.begin()) as upload:
             upload.remove(names)
-        finally:
-            upload.close()
 
 
 def read_whole(store: Store, name: str, most: int = _MOST_WHOLE) -> tuple[bytes, Entry]:

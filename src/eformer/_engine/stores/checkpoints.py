@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import errno
+import stat
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from eformer._engine.stores import bucket_removal, local_removal
+from eformer._engine.stores import bucket_removal, journal
 from eformer._engine.stores.bucket import BucketStore
-from eformer._engine.stores.directory import Directory
-from eformer._engine.stores.durable import SCRATCH
-from eformer._engine.stores.journal import sweep_dead
+from eformer._engine.stores.directory import Directory, remove_entry, require_removable, walk
+from eformer._engine.stores.durable import SCRATCH, scratch_name
 from eformer._engine.stores.leases import LEASES, leased
 from eformer._engine.stores.local import on_disk
+from eformer._engine.stores.local_upload import LocalUpload
+from eformer._engine.stores.scratch import Scratch
+from eformer.errors import NotFoundError
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from eformer._engine.stores.base import Identity, Store
     from eformer._engine.stores.objects import Objects
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
 
 def identity_of(store: Store, name: str) -> Identity:
     """Return an identity that tells a checkpoint, a directory or a file, from a later one of the same name. Raise
     FileNotFoundError if it is gone."""
     if (place := on_disk(store)) is not None:
-        return local_removal.identity_of(place / name)
+        return _identity((place / name).lstat())
     return bucket_removal.identity_of(*_bucket(store, name))
 
 
@@ -35,8 +43,8 @@ def remove_checkpoint(store: Store, name: str, identity: Identity | None = None)
     if it is gone, and ValueError if it is another one than that with the `identity`.
     """
     if (place := on_disk(store)) is not None:
-        now = local_removal.identity_of(place / name)  # raises if it is gone
-        local_removal.remove_checkpoint(place, name, identity or now)
+        now = identity_of(store, name)  # raises if it is gone
+        _remove_from_disk(place, name, identity or now)
         return True
     return bucket_removal.remove(*_bucket(store, name), identity)
 
@@ -45,7 +53,7 @@ def sweep(store: Store, name: str) -> None:
     """Remove what dead saves, and removals that died, have left in a directory; "" is the place itself."""
     if (place := on_disk(store)) is not None:
         with Directory.open(place) as directory:
-            sweep_dead(directory, name)
+            _sweep_on_disk(directory, name)
     elif name:
         bucket_removal.sweep(*_bucket(store, name))
 
@@ -55,9 +63,16 @@ def set_aside(store: Store, name: str, why: str, marks: Sequence[str]) -> str:
 
     Return a name for it that was free, such as step-100.old. On a disk it has that name.
     """
-    if (place := on_disk(store)) is not None:
-        return local_removal.set_aside(place, name, why)
-    return f"{name}.{bucket_removal.set_aside(*_bucket(store, name), why, marks)}"
+    if (directory := on_disk(store)) is None:
+        return f"{name}.{bucket_removal.set_aside(*_bucket(store, name), why, marks)}"
+    with Directory.open(directory) as place:
+        number, aside = 1, f"{name}.{why}"
+        while place.status(aside) is not None:
+            number += 1
+            aside = f"{name}.{why}-{number}"
+        place.rename(name, place, aside)
+        place.sync()
+    return aside
 
 
 @contextmanager
@@ -68,7 +83,7 @@ def held(store: Store, name: str) -> Iterator[str]:
     In a bucket a lease, which is renewed, keeps the checkpoint.
     """
     if (place := on_disk(store)) is not None:
-        with local_removal.linked(place, name) as path:
+        with _linked(place, store, name) as path:
             yield path
     else:
         with leased(*_bucket(store, name), "hold"):
@@ -89,3 +104,76 @@ def _bucket(store: Store, name: str) -> tuple[Objects, str]:
         store.begin()  # raises: it can only be read
         raise AssertionError(f"{store.url} is neither a disk nor a bucket")
     return store.objects, store.key_of(name)
+
+
+# ----------------------------------------------------------------------------------------- on a disk
+
+
+def _sweep_on_disk(place: Directory, name: str) -> None:
+    """Sweep a directory, and remove it if it has nothing else."""
+    if not name:
+        journal.sweep(place)
+        return
+    with suppress(OSError):  # it cannot be listed, or its save has just begun
+        with place.enter(name) as inner:
+            was_left = any(SCRATCH.fullmatch(one) for one in inner.kinds())
+            journal.sweep(inner)
+        if was_left:
+            place.remove_if_empty(name)
+
+
+def _identity(status: os.stat_result) -> Identity:
+    """Return an identity of a file or a directory: more than the inode, which may be used again."""
+    return status.st_mode, status.st_ino, status.st_mtime_ns
+
+
+def _remove_from_disk(directory: Path, name: str, identity: Identity) -> None:
+    """Remove a whole checkpoint; raise ValueError if it is not the one with this identity any more.
+
+    It is moved into a hidden directory first, so that a partly removed checkpoint is never taken for a whole one, and
+    looked at again there: another that was given its name in the last moment goes back.
+    """
+    try:
+        scratch = Scratch(directory)
+    except OSError as error:
+        if error.errno not in _NO_SPACE:
+            raise
+        with Directory.open(directory) as place:  # the checkpoint itself is hidden, which takes no space
+            _remove(place, name, identity, place, scratch_name())
+        return
+    with scratch:
+        _remove(scratch.place, name, identity, scratch.data, name)
+
+
+def _remove(place: Directory, name: str, identity: Identity, target: Directory, hidden: str) -> None:
+    """Move a checkpoint to a hidden place and remove it there."""
+    changed = ValueError(
+        f"{place.path / name} has changed since its removal was planned, and was not removed"
+    )
+    status = place.status(name)
+    if status is None or _identity(status) != identity:
+        raise changed
+    if stat.S_ISDIR(status.st_mode):
+        require_removable(place, name)
+    place.rename(name, target, hidden)
+    place.sync()
+    with suppress(FileNotFoundError):  # a save sweeps it at the same time
+        moved = target.status(hidden)
+        if moved is None or (moved.st_mode, moved.st_ino) != (status.st_mode, status.st_ino):
+            target.put(hidden, place, name)
+            raise changed
+        remove_entry(target, hidden)
+
+
+@contextmanager
+def _linked(directory: Path, store: Store, name: str) -> Iterator[str]:
+    """Link the files of a checkpoint into a hidden directory, which is removed at the end, and yield their path."""
+    with closing(LocalUpload(directory)) as upload:
+        for path, entry in walk(directory, name):
+            is_hidden = "/." in f"/{path}".rpartition("/")[0]
+            if is_hidden or not entry.is_file(follow_symlinks=False):
+                continue
+            file = f"{name}/{path}"
+            if not upload.link(file, store, store.read(file, 0, 0)[1]):
+                raise NotFoundError(f"{store.path_to(file)} cannot be linked")
+        yield str(upload.data.path / name)

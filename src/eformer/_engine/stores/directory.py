@@ -15,7 +15,7 @@ import os
 import stat
 import sys
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -24,7 +24,7 @@ from eformer._engine.tasks.interrupts import let_through
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from eformer._engine.stores.base import Kind, Version
 
@@ -54,17 +54,20 @@ _MOST_DEPTH = 400  # of directories; those written by eformer are never nested a
 
 
 class Directory:
-    """An open directory. Its methods take plain names, without slashes, and do not follow links."""
+    """An open directory. Its methods take plain names, without slashes, and do not follow links.
 
-    __slots__ = ("_can_be_read", "_where", "descriptor")
+    `where` is the path by which it was opened, for messages: text that `path` makes a path of when that is needed.
+    """
+
+    __slots__ = ("_can_be_read", "descriptor", "where")
 
     def __init__(self, path: Path | str, descriptor: int, *, can_be_read: bool = True) -> None:
-        self._where, self.descriptor, self._can_be_read = path, descriptor, can_be_read
+        self.where, self.descriptor, self._can_be_read = path, descriptor, can_be_read
 
     @property
     def path(self) -> Path:
         """Return the path by which it was opened, for messages and for reading."""
-        return Path(self._where)
+        return Path(self.where)
 
     @classmethod
     def open(cls, path: Path) -> Directory:
@@ -81,33 +84,32 @@ class Directory:
         another file system, or another part of this one, is mounted on the way, or if this directory is nested more
         deeply, by its `depth`, than those written by eformer.
         """
-        _require_inside(path, self._where, "directory")
+        _checked(path, self.where, "directory", is_path=True)
         if depth > _MOST_DEPTH:
             raise OSError(errno.ELOOP, "Directories are nested too deeply", str(self.path))
         try:
             descriptor = open_below(self.descriptor, path, _FOLDER, one_mount=True)
-            return Directory(f"{self._where}/{path}", descriptor)
+            return Directory(f"{self.where}/{path}", descriptor)
         except OSError as error:
             code = errno.ENOTDIR if error.errno == errno.ELOOP else error.errno
             raise OSError(code, os.strerror(code or 0), str(self.path / path)) from error
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def close(self, *_: object) -> None:
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    __exit__ = close
 
     # ---------------------------------------------------------------------------------------- look
 
     def status(self, name: str) -> os.stat_result | None:
         """Return the status of an entry; of the link itself if it is one. Return None if it does not exist."""
         try:
-            return os.stat(_plain(name, self._where), dir_fd=self.descriptor, follow_symlinks=False)
+            return os.stat(_checked(name, self.where), dir_fd=self.descriptor, follow_symlinks=False)
         except FileNotFoundError:
             return None
 
@@ -120,14 +122,14 @@ class Directory:
         if not self._can_be_read:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path))
         # Opened again: btrfs lists what a directory had when it was opened, and threads would share the position.
-        return kinds_of(_walk(os.open(".", _OPEN, dir_fd=self.descriptor), self._where, levels=1))
+        return kinds_of(os.open(".", _OPEN, dir_fd=self.descriptor))
 
     def read(self, name: str, most: int) -> tuple[bytes, int]:
         """Read a small file. Return its bytes, and the number of the user whose file it is.
 
         Raise FormatError for anything but a regular file, and for more than `most` bytes.
         """
-        with Closing(open_beneath(self.descriptor, self._where, name, through_links=False)) as descriptor:
+        with Closing(open_beneath(self.descriptor, self.where, name, through_links=False)) as descriptor:
             status = os.fstat(descriptor)
             if status.st_size > most:
                 raise FormatError(f"{self.path / name} has {status.st_size} bytes, more than {most}")
@@ -137,12 +139,12 @@ class Directory:
 
     def create(self, name: str, flags: int = os.O_WRONLY) -> int:
         """Create a file and return its descriptor. Raise FileExistsError if the name is taken."""
-        return os.open(_plain(name, self._where), flags | _CREATE, 0o666, dir_fd=self.descriptor)
+        return os.open(_checked(name, self.where), flags | _CREATE, 0o666, dir_fd=self.descriptor)
 
     def make(self, name: str, *, usable: bool = False) -> None:
         """Make a directory; a `usable` one can be entered and written to by its owner, whatever the umask says."""
         try:
-            os.mkdir(_plain(name, self._where), dir_fd=self.descriptor)
+            os.mkdir(_checked(name, self.where), dir_fd=self.descriptor)
         except OSError as error:  # which names no more than the name
             raise OSError(error.errno, error.strerror, str(self.path / name)) from error
         if usable and (status := self.status(name)) and status.st_mode & 0o700 != 0o700:
@@ -150,18 +152,18 @@ class Directory:
 
     def link(self, name: str, target: Path | str) -> None:
         """Hard-link a file into this directory. The caller compares it with the file that it has looked at."""
-        os.link(target, _plain(name, self._where), dst_dir_fd=self.descriptor, follow_symlinks=False)
+        os.link(target, _checked(name, self.where), dst_dir_fd=self.descriptor, follow_symlinks=False)
 
     # ---------------------------------------------------------------------------------------- move
 
     def rename(self, name: str, target: Directory, final: str) -> None:
         """Move an entry to another name. A file of that name is replaced; of a link, the link and not its target."""
-        name, final = _plain(name, self._where), _plain(final, self._where)
+        name, final = _checked(name, self.where), _checked(final, self.where)
         os.rename(name, final, src_dir_fd=self.descriptor, dst_dir_fd=target.descriptor)
 
     def put(self, name: str, target: Directory, final: str) -> None:
         """Move an entry to a name that is free or an empty directory. Raise FileExistsError otherwise."""
-        name, final = _plain(name, self._where), _plain(final, self._where)
+        name, final = _checked(name, self.where), _checked(final, self.where)
         try:
             if not self.has_directory(name):
                 here, there = self.descriptor, target.descriptor
@@ -183,11 +185,11 @@ class Directory:
     def unlink(self, name: str) -> None:
         """Remove a file, or a link itself, if it exists."""
         with suppress(FileNotFoundError):
-            os.unlink(_plain(name, self._where), dir_fd=self.descriptor)
+            os.unlink(_checked(name, self.where), dir_fd=self.descriptor)
 
     def remove_if_empty(self, name: str) -> None:
         try:
-            os.rmdir(_plain(name, self._where), dir_fd=self.descriptor)
+            os.rmdir(_checked(name, self.where), dir_fd=self.descriptor)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR):
                 raise
@@ -217,7 +219,7 @@ class Directory:
         with Closing(os.open(".", _OPEN, dir_fd=self.descriptor)) as descriptor:
             try:
                 lock(descriptor)
-                if not os.path.samestat(os.stat(self.path), os.fstat(descriptor)):
+                if not os.path.samestat(os.stat(self.where), os.fstat(descriptor)):
                     raise FileNotFoundError(errno.ENOENT, "Directory was moved or replaced", str(self.path))
                 yield
             finally:
@@ -233,7 +235,7 @@ def own_path(directory: Directory) -> Path:
 
 def set_mode(directory: Directory, name: str, mode: int) -> None:
     """Set the permissions of a file or directory, and never those of a link's target."""
-    name, folder = _plain(name, directory.path), directory.descriptor
+    name, folder = _checked(name, directory.path), directory.descriptor
     try:
         with Closing(os.open(name, FILE, dir_fd=folder)) as descriptor:
             os.chmod(descriptor, mode)
@@ -241,13 +243,6 @@ def set_mode(directory: Directory, name: str, mode: int) -> None:
         flags = getattr(os, "O_PATH", os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
         with Closing(os.open(name, flags, dir_fd=folder)) as descriptor:
             os.chmod(f"/proc/self/fd/{descriptor}", mode)  # which is not permitted for a link
-
-
-def _plain(name: str, directory: Path | str) -> str:
-    """Return the name; refuse one that could lead out of the directory."""
-    if "/" in name or name in ("", "..") or "\0" in name:
-        raise FormatError(f"{name[:200]!r} is not the name of a file in {directory}")
-    return name
 
 
 # ----------------------------------------------------------------------------------- remove everything
@@ -264,6 +259,15 @@ def remove_opened(directory: Directory, name: str, inner: Directory) -> None:
         with suppress(FileNotFoundError):
             (os.rmdir if kind == "directory" else os.unlink)(entry, dir_fd=folder.descriptor)
     directory.remove_if_empty(name)
+
+
+def remove_entry(directory: Directory, name: str) -> None:
+    """Remove a file, or a directory with everything in it."""
+    if directory.has_directory(name):
+        with directory.enter(name) as inner:
+            remove_opened(directory, name, inner)
+    else:
+        directory.unlink(name)
 
 
 def require_removable(directory: Directory, name: str) -> None:
@@ -292,7 +296,7 @@ def open_inside(directory: Path, name: str) -> int:
     Refuse a name or a link that leads out, a pipe or a device; never wait for one. Of what is outside nothing is
     opened, not even to refuse it.
     """
-    _require_inside(name, directory, "file")
+    _checked(name, directory, "file", is_path=True)
     if "/" not in name:
         path = f"{directory}/{name}"
         try:
@@ -311,7 +315,7 @@ def open_beneath(base: int, directory: Path | str, name: str, *, through_links: 
 
 def directory_inside(directory: Path, below: str) -> Path:
     """Return the path of a directory below another, for a library that reads by path. Refuse links."""
-    _require_inside(below, directory, "directory")
+    _checked(below, directory, "directory", is_path=True)
     path = directory / below
     try:
         with Closing(os.open(directory, ON_THE_WAY)) as base:
@@ -332,16 +336,8 @@ def walk(directory: Path, below: str = "", levels: int = 0) -> Iterator[tuple[st
     meanwhile. An entry has no path of its own, and is valid until the next. Raise FormatError if directories are nested
     absurdly deep.
     """
-    if not below:
-        yield from _walk(os.open(directory, _OPEN), directory, levels)
-        return
-    with Closing(os.open(directory, ON_THE_WAY)) as base:
-        yield from _walk(_open(base, directory, below, _FOLDER), directory / below, levels)
-
-
-def _walk(top: int, where: Path | str, levels: int) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """List an open directory, which is closed at the end."""
-    with Closing(top):
+    where = directory / below
+    with Closing(open_folder(directory, below)) as top:
         todo = [("", 0)]
         while todo:
             outer, depth = todo.pop()
@@ -356,25 +352,36 @@ def _walk(top: int, where: Path | str, levels: int) -> Iterator[tuple[str, os.Di
                         todo.append((prefix + entry.name, depth))
 
 
-def kinds_of(entries: Iterable[tuple[str, os.DirEntry[str]]]) -> dict[str, Kind]:
-    """Return the kinds of entries, sorted by name. Links, pipes and devices are "other"."""
+def open_folder(directory: Path, below: str = "") -> int:
+    """Open a directory, or one below it. Refuse a link at `below` that leads out."""
+    if not below:
+        return os.open(directory, _OPEN)
+    with Closing(os.open(directory, ON_THE_WAY)) as base:
+        return _open(base, directory, below, _FOLDER)
+
+
+def kinds_of(descriptor: int) -> dict[str, Kind]:
+    """List an open directory, sorted by name, and close it. Links, pipes and devices are "other"."""
     kinds: dict[str, Kind] = {}
-    for path, entry in entries:
-        is_file = entry.is_file(follow_symlinks=False)
-        is_directory = not is_file and entry.is_dir(follow_symlinks=False)
-        kinds[path] = "file" if is_file else "directory" if is_directory else "other"
+    with Closing(descriptor), os.scandir(descriptor) as entries:
+        for entry in entries:
+            is_file = entry.is_file(follow_symlinks=False)
+            is_directory = not is_file and entry.is_dir(follow_symlinks=False)
+            kinds[entry.name] = "file" if is_file else "directory" if is_directory else "other"
     return dict(sorted(kinds.items()))
 
 
-def _require_inside(name: str, directory: Path | str, kind: Kind) -> None:
-    is_within = is_inside(name) if "/" in name else name not in ("", ".", "..") and "\0" not in name
-    if not is_within:
+def _checked(name: str, directory: Path | str, kind: Kind = "file", *, is_path: bool = False) -> str:
+    """Return the name; refuse one that could lead out of the directory and, unless it `is_path`, one with slashes."""
+    is_plain = name not in ("", ".", "..") and "\0" not in name
+    if not (is_path and is_inside(name) if "/" in name else is_plain):
         raise FormatError(f"{name[:200]!r} is not the name of a {kind} in {directory}")
+    return name
 
 
 def _open(base: int, directory: Path | str, name: str, flags: int, *, through_links: bool = True) -> int:
     """Open a file or a directory below another; through links only if they end there, or at a blob of a cache."""
-    _require_inside(name, directory, "directory" if flags == _FOLDER else "file")
+    _checked(name, directory, "directory" if flags == _FOLDER else "file", is_path=True)
     try:
         try:
             return open_below(base, name, flags)
@@ -424,17 +431,14 @@ def _refusal(path: str, error: OSError) -> Exception:
     return OSError(error.errno, error.strerror, path)
 
 
-class Closing:
+class Closing(int):
     """A descriptor that is closed at the end of a block: thousands of times, hence no generator."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
     def __enter__(self) -> int:
-        return self._descriptor
+        return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+        os.close(self)
 
 
 # ------------------------------------------------------------------------------------------- openat2
@@ -549,7 +553,7 @@ def lock(descriptor: int, *, shared: bool = False) -> None:
     """Wait for the lock of a file. Several may hold it `shared`; as long as one does, `try_lock` raises."""
     try:
         # The caller closes the descriptor after any error, which releases the lock.
-        let_through(lambda: fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX))
+        let_through(partial(fcntl.flock, descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX))
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise

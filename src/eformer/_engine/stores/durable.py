@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from eformer._engine.stores.directory import (
-    FILE,
     Closing,
     Directory,
     function_of_libc,
     lock,
-    try_lock,
     unlock,
 )
 
@@ -49,20 +47,16 @@ def scratch_name() -> str:
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str], *, sweep: bool = False) -> Iterator[IO[bytes]]:
+def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Open a new file that takes the place of `path` when the block ends well, and is removed when it does not.
 
     Afterwards the bytes and the name are on stable storage. Parents are created. The permissions of an existing file
-    are kept. A link is replaced by the file; its target stays as it is. With `sweep`, the files of writers that died
-    are removed from the directory first.
+    are kept. A link is replaced by the file; its target stays as it is.
     """
     final = Path(path)
     make_directories(final.parent)
-    with Directory.open(final.parent) as directory:
-        if sweep:
-            _sweep_files(directory)
-        with replacing_in(directory, final.name) as file:
-            yield file
+    with Directory.open(final.parent) as directory, replacing_in(directory, final.name) as file:
+        yield file
 
 
 @contextmanager
@@ -87,8 +81,9 @@ def replacing_in(directory: Directory, name: str) -> Iterator[IO[bytes]]:
                 directory.rename(scratch, directory, name)
                 is_done = True
             finally:
-                with suppress(OSError):
-                    directory.unlink(scratch)
+                if not is_done:
+                    with suppress(OSError):
+                        directory.unlink(scratch)
                 unlock(descriptor)
     directory.sync()
 
@@ -110,22 +105,6 @@ def replaceable_mode(directory: Directory, name: str) -> int | None:
     if not stat.S_ISREG(status.st_mode):  # a directory, a pipe, /dev/null
         raise OSError(errno.EINVAL, "Not a regular file", str(directory.path / name))
     return None if is_link or status.st_uid != os.geteuid() else status.st_mode & 0o777
-
-
-def _sweep_files(directory: Directory) -> None:
-    """Remove the scratch files of writers that died. A file that cannot be removed is left for the next time."""
-    with suppress(OSError):  # the directory cannot be listed
-        for name, kind in directory.kinds().items():
-            if kind == "file" and SCRATCH.fullmatch(name):
-                remove_if_dead(directory, name)
-
-
-def remove_if_dead(directory: Directory, name: str) -> None:
-    """Remove a scratch file unless its writer is alive."""
-    # An error: its writer is alive and holds the lock, or has just removed it.
-    with suppress(OSError), Closing(os.open(name, FILE, dir_fd=directory.descriptor)) as descriptor:
-        try_lock(descriptor)
-        directory.unlink(name)
 
 
 # ---------------------------------------------------------------------------------------- directories

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder
 from eformer._engine.record.zarray import ZARRAY
-from eformer._engine.stores.directory import Directory, remove_opened, try_lock
-from eformer._engine.stores.durable import SCRATCH, remove_if_dead
+from eformer._engine.stores.directory import FILE, Closing, Directory, remove_opened, try_lock
+from eformer._engine.stores.durable import SCRATCH
 from eformer._engine.stores.removal import Described, Moved, read_array, remove_moved
 from eformer.errors import FormatError
 
@@ -58,24 +58,12 @@ def make_journal(
 
 
 def _moved(data: Directory, name: str, final: str, mark: str, unmarked: Sequence[str]) -> Moved:
-    status = data.status(name or ".")
+    status = data.status(name) if name else os.fstat(data.descriptor)
     assert status is not None
     inner = [path for path in unmarked if not name or path.startswith(f"{name}/")]
     start = f"{final}/" if not name else ""
     described = (_described(data, path, start + path) for path in inner)
     return Moved(final, status.st_ino, mark, tuple(filter(None, described)))
-
-
-def _described(directory: Directory, path: str, final: str) -> Described | None:
-    """Identify the file that describes an array or a database, unless a link leads there."""
-    outer, _, name = path.rpartition("/")
-    if not outer:
-        return Described.at(directory, name, final)
-    try:
-        with directory.enter(outer) as folder:
-            return Described.at(folder, name, final)
-    except OSError:
-        return None
 
 
 def _replaced(place: Directory, replaced: Replaced) -> Moved | None:
@@ -89,17 +77,25 @@ def _replaced(place: Directory, replaced: Replaced) -> Moved | None:
     except OSError as error:
         logger.warning("%s is replaced, but not removed: %s", place.path / replaced.name, error.strerror)
         return None
-    described = (_listed(place, path, shape) for path, shape in replaced.arrays)
+    described = (
+        _described(place, file := f"{path}/{ZARRAY}", file, shape) for path, shape in replaced.arrays
+    )
     return Moved(replaced.name, inode, replaced.mark, tuple(filter(None, described)))
 
 
-def _listed(place: Directory, path: str, shape: Sequence[int]) -> Described | None:
+def _described(
+    directory: Directory, path: str, final: str, shape: Sequence[int] | None = None
+) -> Described | None:
+    """Identify the file that describes an array or a database, unless a link leads there, or the array has another
+    shape."""
+    outer, _, name = path.rpartition("/")
     try:
-        with place.enter(path) as folder:
-            array = read_array(folder, folder.kinds())
-            if array is None or array.shape != tuple(shape):
-                return None
-            return Described.at(folder, ZARRAY, f"{path}/{ZARRAY}")
+        with directory.enter(outer) if outer else nullcontext(directory) as folder:
+            if shape is not None:
+                array = read_array(folder, folder.kinds())
+                if array is None or array.shape != tuple(shape):
+                    return None
+            return Described.at(folder, name, final)
     except OSError:
         return None
 
@@ -107,35 +103,28 @@ def _listed(place: Directory, path: str, shape: Sequence[int]) -> Described | No
 # --------------------------------------------------------------------------------------------- sweep
 
 
-def sweep(place: Directory, committed: Container[str] | None = None) -> None:
-    """Remove the scratch files and directories of dead writers. Finish the saves in `committed`, and undo all others.
+def sweep(place: Directory, committed: Container[str] | None = None, *, but: str = "") -> None:
+    """Remove the scratch files and directories of dead writers, `but` not this one. Finish the saves in `committed`,
+    and undo all others.
 
     Without `committed` no index here knows of them: leave those that may have published something.
     """
     with suppress(OSError):  # the directory cannot be listed
         for name, kind in place.kinds().items():
-            if not SCRATCH.fullmatch(name):
+            if not SCRATCH.fullmatch(name) or name == but:
                 continue
             if kind == "file":
-                remove_if_dead(place, name)
+                _remove_if_dead(place, name)
             elif kind == "directory":
                 _sweep(place, name, committed)
 
 
-def sweep_dead(place: Directory, name: str = "") -> None:
-    """Remove what saves to a directory have left that died before they published anything.
-
-    With a `name`, do so in that directory of `place`, which is removed, too, if it had nothing else.
-    """
-    if not name:
-        sweep(place)
-        return
-    with suppress(OSError):  # it cannot be listed, or its save has just begun
-        with place.enter(name) as inner:
-            was_left = any(SCRATCH.fullmatch(one) for one in inner.kinds())
-            sweep_dead(inner)
-        if was_left:
-            place.remove_if_empty(name)
+def _remove_if_dead(place: Directory, name: str) -> None:
+    """Remove a scratch file unless its writer is alive."""
+    # An error: its writer is alive and holds the lock, or has just removed it.
+    with suppress(OSError), Closing(os.open(name, FILE, dir_fd=place.descriptor)) as descriptor:
+        try_lock(descriptor)
+        place.unlink(name)
 
 
 def _sweep(place: Directory, name: str, committed: Container[str] | None) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from bisect import bisect_left
 from copy import copy
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
 from eformer._engine.record.names import is_inside
-from eformer._engine.stores.base import Entry, ReadOnly
+from eformer._engine.stores.base import Entry
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -30,10 +31,13 @@ class Listing:
         return {path.removeprefix(start): self.sizes[path] for path in found}
 
 
-class ListedStore(ReadOnly):
-    """A directory of listed files; `_path` leads to it from the top."""
+class ListedStore:
+    """A directory of listed files, which is only read; `_path` leads to it from the top. `refusal` says so when a save
+    begins, and what to do."""
 
     url: str
+    refusal: str
+    most_path_bytes = 0
     missing = "does not exist"
     _path: str
 
@@ -70,6 +74,11 @@ class ListedStore(ReadOnly):
         other = copy(self)
         other._enter(path)
         return other
+
+    def begin(
+        self, root: str = "", token: str = "", *, save_id: str = "", is_first: bool = False
+    ) -> NoReturn:
+        raise io.UnsupportedOperation(self.refusal)
 
     def kinds(self, below: str = "") -> dict[str, Kind]:
         kinds: dict[str, Kind] = {}

@@ -13,6 +13,7 @@ from eformer._engine.stores.directory import (
     Closing,
     Directory,
     kinds_of,
+    open_folder,
     open_inside,
     own_path,
     read_range,
@@ -66,7 +67,7 @@ class LocalStore:
     # --------------------------------------------------------------------------------------- look
 
     def kinds(self, below: str = "") -> dict[str, Kind]:
-        return kinds_of(walk(self.path, below, levels=1))
+        return kinds_of(open_folder(self.path, below))
 
     def sizes(self, below: str, depth: int = 1) -> dict[str, int]:
         return {

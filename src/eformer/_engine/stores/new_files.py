@@ -1,4 +1,4 @@
-"""Write the new files of a save below an open directory of this machine, and put them on stable storage together."""
+"""Write the new files of a save on this machine, and put them on stable storage together."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import logging
 import os
 import sys
 import threading
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
 
-from eformer._engine.record.lazy import lazy_property
 from eformer._engine.stores.directory import (
     FILE,
     Closing,
@@ -28,6 +28,7 @@ from eformer._engine.stores.durable import (
     write_all,
     write_past_cache,
 )
+from eformer._engine.stores.scratch import Scratch
 from eformer._engine.tasks.memory import available_memory
 from eformer._engine.tasks.pool import default_threads, run_all
 from eformer.errors import FormatError
@@ -51,28 +52,29 @@ _SYNCED_BY_SYNCFS = {0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x7
 # out the pages of other files.
 _WARM_PART = 1 / 8
 
+# Directories that are open at once while small files are written.
+_MOST_OPEN = 8
 
-class NewFiles:
-    """The new files in `data`. Those at its top get the permissions of the files that they will replace in `place`."""
+
+class NewFiles(Scratch):
+    """The new files of a save, in the `data` of its scratch directory. Those at its top get the permissions of the
+    files that they will replace in `place`."""
 
     takes: Takes = "ranges"
 
-    def __init__(self, data: Directory, place: Directory) -> None:
-        self.data, self.place = data, place
-        self.nbytes = self._created = 0
+    def __init__(self, directory: Path, token: str = "", *, is_first: bool = False) -> None:
+        self.nbytes = 0
+        self.passes_cache = False
+        self.unsynced: list[str] = []  # complete files
+        self.synced: list[str] = []  # of these only the directories are left to sync
         self._made: set[str] = set()
-        self._unsynced: list[str] = []
-        self._synced: list[str] = []
         self._files: list[NewFile] = []
-
-    @lazy_property
-    def passes_cache(self) -> bool:
-        """Whether the files are written past the page cache. It is asked for when the first file is created."""
-        return self.nbytes > 0 and self.nbytes > available_memory() * _WARM_PART
+        super().__init__(directory, token, is_first=is_first)
 
     def create(self, name: str, nbytes: int) -> NewFile:
-        self._created += 1
-        file = NewFile(self, name, nbytes, sync=self._created <= _FEW)
+        if self.nbytes and not self._files:
+            self.passes_cache = self.nbytes > available_memory() * _WARM_PART
+        file = NewFile(self, name, nbytes, sync=len(self._files) < _FEW)
         self._files.append(file)
         return file
 
@@ -84,72 +86,57 @@ class NewFiles:
         file.close()
 
     def put(self, files: Sequence[tuple[str, bytes]]) -> None:
-        with _Folders(self) as folders:
+        with closing(_Folders(self.data, self._made)) as folders:
             for path, data in files:
                 outer, _, name = path.rpartition("/")
                 write_new(folders.at(outer), name, data)
-        self._unsynced += [path for path, _ in files]
+        self.unsynced += [path for path, _ in files]
 
     def link(self, name: str, source: Store, entry: Entry) -> bool:
+        from eformer._engine.stores.local import on_disk  # late: a store makes uploads
+
         outer, _, plain = name.rpartition("/")
+        if (place := on_disk(source)) is None:
+            return False
         try:
-            if (target := _path_of(source, entry.name)) is None:
-                return False
+            os.close(open_inside(place, entry.name))  # raises if it leads out of its store
             with self.made_folder(outer) as folder:
-                folder.link(plain, target)
-                _require_same(folder, plain, entry)
+                folder.link(plain, place / entry.name)
+                status = folder.status(plain)
+                if status is None or content_of(version_of(status)) != content_of(entry.version):
+                    folder.unlink(plain)
+                    raise FormatError("it is not the file that was looked at")
         except (OSError, FormatError) as error:  # no links between these places; or it was just removed
             logger.warning("reuse: cannot link %s, writing it again: %s", source.path_to(entry.name), error)
             return False
         if outer:  # the new name in its directory; the bytes were synced by the save that wrote them
-            self._unsynced.append(name)
+            self.unsynced.append(name)
         return True
 
     def folder(self, path: str) -> Directory:
         """Open a directory of the data; "" is the data itself. The caller closes it."""
-        return self.data.enter(path) if path else Directory(self.data.path, os.dup(self.data.descriptor))
+        return self.data.enter(path) if path else Directory(self.data.where, os.dup(self.data.descriptor))
 
     def made_folder(self, path: str) -> Directory:
         """Open a directory of the data, made if it is not there. The caller closes it."""
-        if path and path not in self._made:
-            outer, _, name = path.rpartition("/")
-            with self.made_folder(outer) as parent:
-                self.make_in(parent, path, name)
+        if path:
+            with closing(_Folders(self.data, self._made)) as folders:
+                folders.at(path)
         return self.folder(path)
 
-    def make_in(self, parent: Directory, path: str, name: str) -> None:
-        """Make a directory of the data in one that is open, unless it is there."""
-        if path not in self._made:
-            with suppress(FileExistsError):  # made by another process
-                parent.make(name)
-            self._made.add(path)
-
-    def note_written(self, name: str, *, is_synced: bool) -> None:
-        """Note a file that is complete; of one that is synced only the directory is left to sync."""
-        (self._synced if is_synced else self._unsynced).append(name)
-
     def sync(self) -> None:
-        files, self._unsynced = self._unsynced, []
-        synced, self._synced = self._synced, []
-        if len(files) >= _FEW and _syncfs(self.data.descriptor):
+        unsynced, self.unsynced = self.unsynced, []
+        synced, self.synced = self.synced, []
+        if len(unsynced) >= _FEW and _syncfs(self.data.descriptor):
             return
-        folders: dict[str, list[str]] = {}
-        for path in files:
-            outer, _, name = path.rpartition("/")
-            folders.setdefault(outer, []).append(name)
-        for path in (*folders, *(path.rpartition("/")[0] for path in synced)):
-            outer = path
-            folders.setdefault(outer, [])
-            while outer := outer.rpartition("/")[0]:
-                folders.setdefault(outer, [])
-        tasks = [partial(self._sync_one, outer, name) for outer, names in folders.items() for name in names]
-        run_all(tasks, default_threads())
-        for path in folders:
-            if path:  # the data directory itself is synced if it is moved
-                with self.folder(path) as folder:
-                    folder.sync()
+        run_all([partial(self._sync_one, path) for path in unsynced], default_threads())
+        outer = {str(outer) for path in unsynced + synced for outer in PurePosixPath(path).parents}
+        for path in outer - {"."}:  # the data directory itself is synced if it is moved
+            with self.folder(path) as folder:
+                folder.sync()
 
-    def _sync_one(self, outer: str, name: str) -> None:
+    def _sync_one(self, path: str) -> None:
+        outer, _, name = path.rpartition("/")
         with self.folder(outer) as folder:
             sync_file(folder, name)
 
@@ -160,56 +147,39 @@ class NewFiles:
         """Close all files as a process does that dies: what they have stays."""
         for file in self._files:
             file.abandon()
-
-
-def _path_of(store: Store, name: str) -> Path | None:
-    """Return the path of a file of this machine, which does not lead out of its store; None for any other file."""
-    from eformer._engine.stores.local import on_disk  # late: a store makes uploads
-
-    if (place := on_disk(store)) is not None:
-        os.close(open_inside(place, name))
-        return place / name
-    return None
-
-
-def _require_same(folder: Directory, name: str, entry: Entry) -> None:
-    status = folder.status(name)
-    if status is None or content_of(version_of(status)) != content_of(entry.version):
-        folder.unlink(name)
-        raise FormatError("it is not the file that was looked at")
+        super().abandon()
 
 
 class _Folders:
-    """Directories of the data, made and opened one after the other. Neighbours have the same parent, which stays
-    open."""
+    """The directory of the data that was asked for last, and the ones around it: its neighbours are opened in them."""
 
-    def __init__(self, upload: NewFiles) -> None:
-        self._upload = upload
-        self._path, self._folder = "", upload.folder("")
-        self._parent_path, self._parent = "", upload.folder("")
+    def __init__(self, data: Directory, made: set[str]) -> None:
+        self._made, self._open = made, [("", data)]
 
     def at(self, path: str) -> Directory:
-        if path == self._path:
-            return self._folder
-        self._folder.close()
-        outer, _, name = path.rpartition("/")
-        if outer != self._parent_path:
-            self._parent.close()
-            self._parent_path, self._parent = outer, self._upload.made_folder(outer)
-        if name:
-            self._upload.make_in(self._parent, path, name)
-            self._folder = self._parent.enter(name)
-        else:
-            self._folder = self._upload.folder("")
-        self._path = path
-        return self._folder
+        """Return a directory, which is made if it is not there. It is open until the next one."""
+        outer, folder = self._open[-1]
+        if path == outer:
+            return folder
+        while outer and not path.startswith(f"{outer}/"):
+            folder.close()
+            self._open.pop()
+            outer, folder = self._open[-1]
+        for name in path.removeprefix(f"{outer}/").split("/") if path else ():
+            outer = f"{outer}/{name}" if outer else name
+            if outer not in self._made:
+                with suppress(FileExistsError):  # made by another process
+                    folder.make(name)
+                self._made.add(outer)
+            folder = folder.enter(name)
+            self._open.append((outer, folder))
+            if len(self._open) > _MOST_OPEN:
+                self._open.pop(1)[1].close()
+        return folder
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._folder.close()
-        self._parent.close()
+    def close(self) -> None:
+        for _, folder in self._open[1:]:
+            folder.close()
 
 
 class NewFile:
@@ -246,7 +216,7 @@ class NewFile:
             self._open()
         if self._sync:  # through the descriptor that wrote it, which knows of every error
             sync_data(self._descriptor)
-        self._upload.note_written(self._path, is_synced=self._sync)
+        (self._upload.synced if self._sync else self._upload.unsynced).append(self._path)
         self.abandon()
 
     def abandon(self) -> None:

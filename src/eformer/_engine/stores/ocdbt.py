@@ -152,7 +152,7 @@ class DatabaseUpload(LocalUpload):
     def sync(self) -> None:
         with self._values:
             self._commit_values()
-        self._unsynced = list(self._written())
+        self.unsynced = list(self._written())
         super().sync()
 
     def _written(self) -> Iterator[str]:

@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import stat
+from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,7 +24,7 @@ from eformer._engine.record.zarray import MOST_ZARRAY, ZARRAY, ZArray, parse_zar
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from eformer._engine.stores.base import Kind
     from eformer._engine.stores.directory import Directory
@@ -33,17 +34,15 @@ logger = logging.getLogger("eformer")
 DATABASE_MARK = ".eformer"  # the file in a database that names its save
 
 PROCESS_RECORD = re.compile(r"\.eformer-\d+")  # of an array that several processes wrote
-_DATABASE_FILES = "d"
-_DATABASE_FILE = re.compile(r"[0-9a-f]{32}")
 _DATABASE_MANIFEST = "manifest.ocdbt"
-_BRANCH = re.compile(r"process-\d+")  # of a database that several processes wrote
+# A database that several processes wrote has branches. The manifest of a branch is removed when it is joined.
+_DATABASE_PART = re.compile(r"manifest\.ocdbt|(process-\d+/)?(d/([0-9a-f]{32})?)?")
 
 # Files at the top of another checkpoint. A directory of leaves has none of them: its names have no dots.
 _OTHERS = {"tensorstore_index.json", "_METADATA", "_CHECKPOINT_METADATA"}
-_ELSE = {*_OTHERS, ZARRAY, DATABASE_MARK}  # also those of another array or database
+_ELSE = {*_OTHERS, ZARRAY, DATABASE_MARK, _DATABASE_MANIFEST}  # also those of another array or database
 
 _MOST_MARK = 2**10  # bytes
-_MOST_PARTS = 400  # of a path
 
 
 class Described(msgspec.Struct, frozen=True, array_like=True):
@@ -54,15 +53,12 @@ class Described(msgspec.Struct, frozen=True, array_like=True):
     modified: int  # the time, in nanoseconds
 
     @classmethod
-    def at(cls, directory: Directory, path: str, final: str) -> Described | None:
-        """Describe the file at `path`, which is or will be at `final`. Return None for anything but a regular file."""
-        status = directory.status(path)
+    def at(cls, directory: Directory, name: str, path: str) -> Described | None:
+        """Describe a file that is, or will be, at `path`. Return None for anything but a regular file."""
+        status = directory.status(name)
         if status is None or not stat.S_ISREG(status.st_mode):
             return None
-        return cls(final, status.st_ino, status.st_mtime_ns)
-
-    def is_same(self, status: os.stat_result | None) -> bool:
-        return status is not None and (status.st_ino, status.st_mtime_ns) == (self.inode, self.modified)
+        return cls(path, status.st_ino, status.st_mtime_ns)
 
 
 class Moved(msgspec.Struct, frozen=True, array_like=True):
@@ -94,69 +90,58 @@ def remove_moved(directory: Directory, moved: Moved, owner: int | None = None) -
     with top:
         if os.fstat(top.descriptor).st_ino != moved.inode:
             return
-        _remove(top, moved.mark, _by_directory(moved), owner, 0)
+        _Removal(moved, owner).remove(top, moved.name)
     directory.remove_if_empty(moved.name)
 
 
-_Tree = dict[str, "Described | _Tree"]
+class _Removal:
+    """The removal of the arrays and databases of one save: those with its mark or, without one, those described."""
 
+    def __init__(self, moved: Moved, owner: int | None) -> None:
+        self._mark, self._owner = moved.mark, owner
+        self._described = set(moved.described)
+        self._paths = sorted(described.path for described in moved.described)
 
-def _by_directory(moved: Moved) -> _Tree:
-    """Return the descriptions as a tree of directories, below the one that was moved."""
-    root: _Tree = {}
-    for described in moved.described:
-        outermost, *outer, name = described.path.split("/") if is_inside(described.path) else ("", "")
-        if outermost != moved.name or len(outer) > _MOST_PARTS:
-            continue
-        folder = root
-        for part in outer:
-            inner = folder.setdefault(part, {})
-            if isinstance(inner, Described):
-                break
-            folder = inner
-        else:
-            folder.setdefault(name, described)
-    return root
+    def remove(self, folder: Directory, path: str, depth: int = 0) -> None:
+        """Remove everything in and below a directory, and directories that are empty: an interrupted removal may have
+        left them."""
+        kinds = folder.kinds()
+        if not _OTHERS.isdisjoint(kinds):
+            logger.warning("%s was not removed: it is another checkpoint", folder.path)
+            return
+        if self._remove_here(folder, path, kinds) and self._mark:
+            return
+        for name, kind in kinds.items():
+            inner = f"{path}/{name}"
+            if kind == "directory" and self._is_wanted_below(inner) and folder.has_directory(name):
+                with folder.enter(name, depth) as below:
+                    self.remove(below, inner, depth + 1)
+                folder.remove_if_empty(name)
 
+    def _is_wanted_below(self, path: str) -> bool:
+        first = bisect_left(self._paths, f"{path}/")
+        return bool(self._mark) or any(one.startswith(f"{path}/") for one in self._paths[first : first + 1])
 
-def _remove(folder: Directory, mark: str, described: _Tree, owner: int | None, depth: int) -> None:
-    """Remove the arrays and databases of one save, in and below a directory: those with its mark, or, if it has none,
-    those that are described. Remove empty directories, too: an interrupted removal may have left them."""
-    kinds = folder.kinds()
-    if not _OTHERS.isdisjoint(kinds):
-        logger.warning("%s was not removed: it is another checkpoint", folder.path)
-        return
-    if _remove_here(folder, kinds, mark, described, owner) and mark:
-        return
-    for name, kind in kinds.items():
-        inner = described.get(name)
-        if kind == "directory" and (mark or isinstance(inner, dict)) and folder.has_directory(name):
-            with folder.enter(name, depth) as below:
-                _remove(below, mark, inner if isinstance(inner, dict) else {}, owner, depth + 1)
-            folder.remove_if_empty(name)
-
-
-def _remove_here(
-    folder: Directory, kinds: Mapping[str, Kind], mark: str, described: _Tree, owner: int | None
-) -> bool:
-    """Return whether the directory itself is an array or a database of the save; remove that one, if it is meant."""
-    if _mark_of_database(folder, kinds) == mark:
-        if _is_meant(folder, DATABASE_MARK, mark, described, owner):
-            _remove_database(folder, kinds)
+    def _remove_here(self, folder: Directory, path: str, kinds: Mapping[str, Kind]) -> bool:
+        """Return whether the directory itself is an array or a database of the save; remove that one, if it is
+        meant."""
+        if _mark_of_database(folder, kinds) == self._mark:
+            if self._is_meant(folder, path, DATABASE_MARK):
+                _remove_database(folder, kinds)
+            return True
+        if (array := read_array(folder, kinds)) is None or array.eformer != self._mark:
+            return False
+        if self._is_meant(folder, path, ZARRAY):
+            _remove_array(folder, array, kinds)
         return True
-    if (array := read_array(folder, kinds)) is None or array.eformer != mark:
-        return False
-    if _is_meant(folder, ZARRAY, mark, described, owner):
-        _remove_array(folder, array, kinds)
-    return True
 
-
-def _is_meant(folder: Directory, name: str, mark: str, described: _Tree, owner: int | None) -> bool:
-    """Tell whether the file that describes an array is of this user; and without a mark, the very file described."""
-    status, expected = folder.status(name), described.get(name)
-    if owner is not None and (status is None or status.st_uid != owner):
-        return False
-    return bool(mark) or (isinstance(expected, Described) and expected.is_same(status))
+    def _is_meant(self, folder: Directory, path: str, name: str) -> bool:
+        """Tell whether the file that describes an array is of this user; and without a mark, the very file
+        described."""
+        status = folder.status(name)
+        if self._owner is not None and (status is None or status.st_uid != self._owner):
+            return False
+        return bool(self._mark) or Described.at(folder, name, f"{path}/{name}") in self._described
 
 
 # -------------------------------------------------------------------------------------------- arrays
@@ -173,35 +158,17 @@ def read_array(folder: Directory, kinds: Mapping[str, Kind]) -> ZArray | None:
 
 
 def _remove_array(folder: Directory, array: ZArray, kinds: Mapping[str, Kind]) -> None:
-    _remove_chunks(folder, array, kinds, ())
-    for name in _files(kinds):
-        if PROCESS_RECORD.fullmatch(name):
-            folder.unlink(name)
-    folder.unlink(ZARRAY)
-
-
-def _remove_chunks(
-    folder: Directory, array: ZArray, kinds: Mapping[str, Kind], outer: tuple[str, ...]
-) -> None:
-    """Remove the chunks, and their directories if the numbers in their names are separated by slashes."""
     is_nested = array.dimension_separator == "/"
-    for name, kind in kinds.items():
-        numbers = (*outer, name) if is_nested else name.split(".")
-        if kind == "file" and array.is_chunk(numbers):
-            folder.unlink(name)
-        elif kind == "directory" and is_nested and name.isdecimal() and len(numbers) < len(array.shape):
-            with folder.enter(name) as inner:
-                inside = inner.kinds()
-                if _ELSE.isdisjoint(inside):
-                    _remove_chunks(inner, array, inside, (*outer, name))
-            folder.remove_if_empty(name)
 
+    def is_part(path: str) -> bool:
+        names = path.split("/")
+        if not names[-1]:  # a directory of chunks
+            return is_nested and names[-2].isdecimal() and len(names) <= len(array.shape)
+        is_chunk = array.is_chunk(names if is_nested else path.split("."))
+        return is_chunk or PROCESS_RECORD.fullmatch(path) is not None
 
-def _files(kinds: Mapping[str, Kind]) -> Iterable[str]:
-    return [name for name, kind in kinds.items() if kind == "file"]
-
-
-# ----------------------------------------------------------------------------------------- databases
+    _remove_parts(folder, kinds, is_part)
+    folder.unlink(ZARRAY)
 
 
 def _mark_of_database(folder: Directory, kinds: Mapping[str, Kind]) -> str | None:
@@ -214,24 +181,21 @@ def _mark_of_database(folder: Directory, kinds: Mapping[str, Kind]) -> str | Non
 
 
 def _remove_database(folder: Directory, kinds: Mapping[str, Kind]) -> None:
-    for name, kind in kinds.items():
-        if kind == "directory" and _BRANCH.fullmatch(name):
-            with folder.enter(name) as branch:
-                inside = branch.kinds()
-                # The manifest of a branch is removed when it is joined: a branch that has one is another database.
-                if _ELSE.isdisjoint(inside) and _DATABASE_MANIFEST not in inside:
-                    _remove_database_files(branch, inside)
-            folder.remove_if_empty(name)
-    _remove_database_files(folder, kinds)
+    _remove_parts(folder, kinds, lambda path: _DATABASE_PART.fullmatch(path) is not None)
     folder.unlink(DATABASE_MARK)
 
 
-def _remove_database_files(folder: Directory, kinds: Mapping[str, Kind]) -> None:
-    if kinds.get(_DATABASE_FILES) == "directory":
-        with folder.enter(_DATABASE_FILES) as inner:
-            for name in _files(inner.kinds()):
-                if _DATABASE_FILE.fullmatch(name):
-                    inner.unlink(name)
-        folder.remove_if_empty(_DATABASE_FILES)
-    if kinds.get(_DATABASE_MANIFEST) == "file":
-        folder.unlink(_DATABASE_MANIFEST)
+def _remove_parts(
+    folder: Directory, kinds: Mapping[str, Kind], is_part: Callable[[str], bool], outer: str = ""
+) -> None:
+    """Remove the files that are part of an array or a database, and directories that are empty without them. The path
+    of a directory ends with a slash."""
+    for name, kind in kinds.items():
+        if kind == "file" and is_part(outer + name):
+            folder.unlink(name)
+        elif kind == "directory" and is_part(inner := f"{outer}{name}/"):
+            with folder.enter(name) as below:
+                inside = below.kinds()
+                if _ELSE.isdisjoint(inside):
+                    _remove_parts(below, inside, is_part, inner)
+            folder.remove_if_empty(name)

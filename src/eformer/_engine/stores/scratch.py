@@ -22,24 +22,34 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from eformer._engine.stores.journal import Journal
+
 
 class Scratch:
     """A scratch directory: `data` is the directory in it for new files, `place` the one that they will be in.
 
-    Other processes join it by its name, the `token`; the process that made it removes it.
+    Other processes join it by its name, the `token`; the process that made it removes it. With a `journal` it stays
+    for the next save. `is_new` tells whether the place is made by this save.
     """
+
+    journal: Journal | None = None
 
     def __init__(self, directory: Path, token: str = "", *, is_first: bool = False) -> None:
         if is_first:
-            _make_parent(directory)
-        self.is_owner, self.token = not token, token
-        self.is_new = _is_to_be_made(directory, token)  # the place is made by this save
-        self._directory = directory
+            make_directories(directory.parent)
+            if not directory.parent.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
+            if directory.is_dir():  # another program has made it, and may have died before it synced it
+                sync_directory(directory.parent)
+        self.is_owner, self.token, self._directory = not token, token, directory
+        self.is_new = not os.path.lexists(directory / token)
+        if token and self.is_new:  # unless the other process is not seen yet
+            self.is_new = (directory.parent / token).is_dir()
         self.around = Directory.open(directory.parent if self.is_new else directory)
         self.place = self.around
-        self.data = self.folder = Directory(directory, -1)
+        self.data = self.top = self._new = Directory(directory, -1)
         try:
-            while self.folder.descriptor < 0:
+            while self.top.descriptor < 0:
                 self._enter(token or scratch_name())
         except BaseException:
             self.close()
@@ -51,35 +61,22 @@ class Scratch:
         if self.is_owner:
             self.around.make(name, usable=True)
         try:
-            self.folder = self.around.enter(name)
-            lock(self.folder.descriptor, shared=True)
-            if self.is_owner:
-                self._make_contents()
-            self.data = self.folder.enter(DATA)
-            if self.is_new:
-                self.place = self.folder.enter(self._new)
+            self.top = self.around.enter(name)
+            lock(self.top.descriptor, shared=True)
+            self.data = self._inner(self.top, DATA)
+            if self.is_new:  # with its name, so that nobody joins who means another
+                self._new = self._inner(self.top, NEW)
+                self.place = self._inner(self._new, self._directory.name, usable=False)
         except FileNotFoundError:  # swept between its creation and the lock
-            self.data.close()
-            self.folder.close()
+            for directory in (self._new, self.data, self.top):
+                directory.close()
             if not self.is_owner or not self.around.path.is_dir():
                 raise
 
-    @property
-    def _new(self) -> str:
-        """Where the new place is in the scratch directory: with its name, so that nobody joins who means another."""
-        return f"{NEW}/{self._directory.name}"
-
-    def _make_contents(self) -> None:
-        self.folder.make(DATA, usable=True)
-        if self.is_new:
-            self.folder.make(NEW, usable=True)
-            with self.folder.enter(NEW) as folder:
-                folder.make(self._directory.name)
-
-    @property
-    def place_path(self) -> Path:
-        """Where the place is by now: a new one gets its name at the end of `exclusive`."""
-        return self.around.path / self.token / self._new if self.is_new else self._directory
+    def _inner(self, folder: Directory, name: str, *, usable: bool = True) -> Directory:
+        if self.is_owner:
+            folder.make(name, usable=usable)
+        return folder.enter(name)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -88,7 +85,9 @@ class Scratch:
             with self.around.locked():
                 if not os.path.lexists(self._directory):
                     yield
-                    self._appear()
+                    self.place.sync()
+                    self._new.put(self._directory.name, self.around, self._directory.name)
+                    self.around.sync()
                     return
             self.place.close()  # another save has made it meanwhile
             self.place, self.is_new = Directory.open(self._directory), False
@@ -106,57 +105,32 @@ class Scratch:
             self.around.close()
             self.around = Directory(self.place.path, os.dup(self.place.descriptor))
 
-    def _appear(self) -> None:
-        """Give the new directory its name."""
-        self.place.sync()
-        with self.folder.enter(NEW) as folder:
-            folder.put(self._directory.name, self.around, self._directory.name)
-        self.around.sync()
+    def close(self) -> None:
+        try:
+            if self.is_owner and self.top.descriptor >= 0 and not self.journal:
+                self._remove()
+        finally:
+            self.abandon()
 
-    def remove(self) -> None:
-        if not self.is_owner or self.folder.descriptor < 0:
-            return
+    def _remove(self) -> None:
         for _ in range(2):  # a disk may fail once
             with suppress(OSError):  # left to the next save
                 for name in (DATA, NEW):  # after a commit they are empty or gone, and need no listing
-                    self.folder.remove_if_empty(name)
+                    self.top.remove_if_empty(name)
                 self.around.remove_if_empty(self.token)
                 if self.around.status(self.token) is not None:
-                    remove_opened(self.around, self.token, self.folder)
+                    remove_opened(self.around, self.token, self.top)
                 return
 
-    def close(self) -> None:
-        try:
-            self.remove()
-        finally:
-            self.abandon()
+    def abandon(self) -> None:
+        """Let go of the directory as a process does that dies: everything in it stays."""
+        if self.top.descriptor >= 0:
+            unlock(self.top.descriptor)
+        for directory in (self.data, self._new, self.top, self.place, self.around):
+            directory.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def abandon(self) -> None:
-        """Let go of the directory as a process does that dies: everything in it stays."""
-        if self.folder.descriptor >= 0:
-            unlock(self.folder.descriptor)
-        for directory in (self.data, self.folder, self.place, self.around):
-            directory.close()
-
-
-def _make_parent(directory: Path) -> None:
-    """Make what the directory is in, if it is not there, so that it survives a crash; and the directory, if another
-    program has made it, which may have died before it synced it."""
-    make_directories(directory.parent)
-    if not directory.parent.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
-    if directory.is_dir():
-        sync_directory(directory.parent)
-
-
-def _is_to_be_made(directory: Path, token: str) -> bool:
-    """Tell whether a save makes the directory, or whether the upload of this token does."""
-    if token:
-        return not (directory / token).is_dir() and (directory.parent / token).is_dir()
-    return not os.path.lexists(directory)
