@@ -381,7 +381,7 @@ class AsyncCheckpointManager:
         self._log("loading from %s", where)
         if self.enable_validation if validate is None else validate:
             request = dataclasses.replace(request, sha256=checksums_of)
-        loaded = load_tree(where, request)
+        loaded = load_tree([where], request)
         return loaded.tree, metadata_of(loaded.entry).to_dict()
 
     # ------------------------------------------------------------------------------------------- paths

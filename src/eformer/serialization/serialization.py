@@ -110,4 +110,4 @@ def tree_deserialize_leaves(
         callback=by_key(callback),
         batch=chunk_size,
     )
-    return load_tree(checkpoint_dir, request).tree
+    return load_tree([checkpoint_dir], request).tree

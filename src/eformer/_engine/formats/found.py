@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from eformer._engine.record.manifest import Manifest, TreeEntry
 from eformer._engine.record.names import with_nearest
 from eformer._engine.stores.directory import directory_inside
-from eformer._engine.stores.local import is_there, on_disk
+from eformer._engine.stores.local import on_disk
 from eformer._engine.stores.local_copy import copy_of
 from eformer._engine.stores.ocdbt import DatabaseFiles
 from eformer.errors import Damage, NotFoundError
@@ -70,7 +70,7 @@ class Foreign:
     find_damages    checks checksums that cannot be checked by reading a piece of a file
     find_left_out   lists the files that are not read and may hold leaves
     refused         leaves of kinds that eformer does not store, each with its kind
-    find_quantized  tells how a tree is quantised; None if it is not
+    find_quantized  tells how a tree is quantised, if it is
     is_costly       True if everything is copied to this machine as soon as a tree is asked for
     """
 
@@ -79,7 +79,7 @@ class Foreign:
     find_damages: Callable[[], Iterator[Damage]] | None = None
     find_left_out: Callable[[], tuple[str, ...]] = tuple
     refused: Mapping[str, str] = field(default_factory=dict)
-    find_quantized: Callable[[TreeEntry], Quantization | None] = lambda _: None
+    find_quantized: Callable[[TreeEntry], Quantization | None] | None = None
     is_costly: bool = False
 
 
@@ -202,8 +202,8 @@ class Place:
     @property
     def is_there(self) -> bool:
         """Whether the place is a directory: one that exists, or a prefix that objects have."""
-        if on_disk(self.store) is not None:
-            return is_there(self.store)
+        if (directory := on_disk(self.store)) is not None:
+            return directory.is_dir()
         try:
             return bool(self.names)
         except FileNotFoundError:

@@ -13,7 +13,6 @@ from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.manifest import UNREADABLE, LeafEntry, parse_structure
 from eformer._engine.record.names import BARE_LEAF, readable, split_name, with_nearest
 from eformer._engine.record.rename import apply, refuse_transformed_keys
-from eformer._engine.record.values import value_from_json
 from eformer._engine.trees.unflatten import leaves_of, part_of
 from eformer.errors import MismatchError
 
@@ -47,9 +46,6 @@ class Contents:
     def names(self) -> list[str]:
         return [*self.arrays, *self.raw_values]
 
-    def value(self, name: str) -> Any:
-        return value_from_json(self.raw_values[name])
-
     def stored(self, name: str) -> Iterable[LeafEntry]:
         """Return the records of the stored arrays that an array is, or that rules make it of."""
         if name in self.computed:
@@ -81,7 +77,7 @@ NOTHING = Contents({}, {}, b"null")
 def merged(some: Sequence[Contents]) -> Contents:
     """Return the leaves of all, in nested dicts by their names. Of leaves with one name it has the last.
 
-    Names that read the same in several of them must be spelled alike, see `spelled_alike` and `named_like`.
+    Names that read the same in several of them must be spelled alike, see `named_like`.
     """
     if len(some) == 1:
         return some[0]
@@ -194,16 +190,6 @@ def renamed(contents: Contents, rules: Sequence[Rule], reader: LeafReader) -> tu
 
 
 # ------------------------------------------------------------------------------------- names of `like`
-
-
-def spelled_alike(some: Sequence[Contents]) -> list[Contents]:
-    """Take over the spelling of the first checkpoint for leaves that later ones have in another spelling."""
-    known: dict[str, None] = {}
-    alike = []
-    for contents in some:
-        alike.append(named_like(contents, known))
-        known |= dict.fromkeys(alike[-1].names)
-    return alike
 
 
 def named_like(contents: Contents, like: Mapping[str, Any]) -> Contents:

@@ -133,10 +133,9 @@ class Fetching:
                 is_plain = extent.region is None and extent.coding is None and want.dtype != "float4_e2m1fn"
                 if is_plain and 0 < extent.nbytes <= block:
                     continue
-            boxes = [Region.whole(entry.shape)] if want.regions is None else want.regions
             dtype = dtype_from_name(want.dtype)
             try:
-                self.targets[index] = targets = [arena.target(box, dtype) for box in boxes]
+                self.targets[index] = targets = [arena.target(box, dtype) for box in want.wanted]
             except MemoryError as error:
                 leaf = f"leaf {want.name!r}, {entry.dtype}{list(entry.shape)}"
                 raise MemoryError(f"not enough memory for {leaf}") from error
@@ -331,7 +330,7 @@ def aligned(nbytes: int) -> Array:
 _SHA256_BYTES = 16 * 2**20  # hashed at a time
 
 
-def check_sha256(found: Found, tree: TreeEntry, expected: Mapping[str, str], threads: int) -> None:
+def check_sha256(found: Found, tree: TreeEntry, expected: Mapping[str, str], threads: int | None) -> None:
     """Compare the SHA-256 of leaves on disk with `expected`; raise a CorruptionError that lists all that differ."""
     problems: list[str] = []
     files = found.files(tree)
@@ -344,7 +343,9 @@ def check_sha256(found: Found, tree: TreeEntry, expected: Mapping[str, str], thr
 
     try:
         leaves = [(name, entry) for name, entry in tree.leaves.items() if name in expected]
-        run_all([partial(check_leaf, name, entry) for name, entry in leaves], threads)
+        run_all(
+            [partial(check_leaf, name, entry) for name, entry in leaves], threads or found.store.read_threads
+        )
     finally:
         files.close()
     if problems:

@@ -22,7 +22,7 @@ from eformer._engine.loading.device_put import PutShards, Transfer, default_devi
 from eformer._engine.loading.fetch import aligned
 from eformer._engine.loading.large_leaves import LargeLeaf
 from eformer._engine.loading.placement import accelerator_of
-from eformer._engine.loading.read import Reading
+from eformer._engine.loading.read import Reading, require_unwritten
 from eformer._engine.loading.read_plan import packed_nbytes
 from eformer._engine.loading.slot_split import Split, splits_of
 from eformer._engine.record.dtypes import dtype_from_name
@@ -50,9 +50,18 @@ _WORTH_IT = 16 * 2**20
 _kept: list[Any] = []  # memory of slots that a device may still copy from, because of an error
 
 
-def is_worth_streaming(targets: Iterable[LeafTarget]) -> bool:
-    """Tell whether the targets are large enough for the cost of locking memory."""
-    return any(total >= _WORTH_IT for total in accumulate(map(nbytes_of, targets), initial=0))
+def streamable(targets: list[LeafTarget]) -> tuple[list[LeafTarget], list[LeafTarget]]:
+    """Split targets into those to stream to accelerators and the others, which are read into host memory first.
+
+    A leaf can be streamed as it is stored, without the functions of the caller between. All of them together have to be
+    large enough for the cost of locking memory.
+    """
+    as_stored = (t for t in targets if t.is_stored and t.new_shape is None and t.read_sharding is None)
+    streamed = [target for target in as_stored if accelerator_of(target) is not None]
+    if not streamed or all(total < _WORTH_IT for total in accumulate(map(nbytes_of, streamed))):
+        return [], targets
+    names = {target.name for target in streamed}
+    return streamed, [target for target in targets if target.name not in names]
 
 
 def stream(
@@ -67,11 +76,11 @@ def stream(
     """Read the targets and return their arrays by name. All of them are on their devices when this returns."""
     with ExitStack() as stack:
         reading = Reading(found, tree, verify=verify, meter=meter)
-        stack.callback(reading.close)
+        stack.callback(reading.files.close)
         stream = _Stream(targets, tree, stack)
         threads = max(2, threads * 7 // 8)  # leaves the others to the transfers
         run_all(stream.tasks(reading), threads, stream.give_up)
-        reading.require_unwritten()
+        require_unwritten(tree, reading.files)
         wait_for(list(stream.loaded.values()))  # before the slots are unlocked
     return stream.loaded
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from eformer._engine.loading.fetch import check, prepare, raise_damage, together
-from eformer._engine.loading.mapped import MappedFiles
 from eformer._engine.loading.read_plan import plan_reads
-from eformer._engine.record.pieces import ALIGNMENT
-from eformer._engine.record.regions import Region
+from eformer._engine.record.check import is_whole
+from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.pieces import ALIGNMENT, offset_within
 from eformer._engine.tasks.pool import in_turn, run_all
 from eformer._engine.tasks.progress import SILENT, Meter
 from eformer.errors import CorruptionError, FormatError
@@ -17,13 +20,14 @@ from eformer.errors import CorruptionError, FormatError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    import numpy as np
-
     from eformer._engine.formats.found import Found
-    from eformer._engine.loading.read_plan import Read
+    from eformer._engine.loading.read_plan import Read, Want
     from eformer._engine.loading.select import LeafTarget
     from eformer._engine.record.manifest import TreeEntry
+    from eformer._engine.record.regions import Region
     from eformer._engine.stores.base import Files
+
+Array = np.ndarray[Any, Any]
 
 _LARGE_FILE = 2**20
 _MANY = 8  # files, from which on threads are worth their start
@@ -48,13 +52,11 @@ def read(
     """Read the stored arrays of targets into host memory; with `mmap` map those that can be mapped instead."""
     targets = [target for target in targets if target.is_stored]
     reading = Reading(found, tree, verify=verify, meter=meter)
-    try:
+    with closing(reading.files) as files:
         if mmap:
             targets = reading.map(targets, threads)
         run_all(reading.tasks(reading.plan(targets)), threads)
-        reading.require_unwritten()
-    finally:
-        reading.close()
+        require_unwritten(tree, files)
 
 
 class Plan(NamedTuple):
@@ -65,22 +67,14 @@ class Plan(NamedTuple):
 
 
 class Reading:
-    """Read targets of one tree, in several steps: `map`, or `plan` and `tasks`, for some of them, `require_unwritten`,
-    `close`."""
+    """Read targets of one tree, in several steps: `map`, or `plan` and `tasks`, for some of them, `require_unwritten`;
+    then close the `files`."""
 
     def __init__(self, found: Found, tree: TreeEntry, *, verify: bool, meter: Meter = SILENT) -> None:
         self.tree, self.verify, self.meter = tree, verify, meter
         self.store, self.files = found.store, found.files(tree)
         self.threads = found.store.read_threads
         self.claimed = [0] * len(tree.files)
-
-    def close(self) -> None:
-        self.files.close()
-
-    def require_unwritten(self) -> None:
-        """Raise if a file was written to while it was read, and has no digests that would have shown it."""
-        if not self.tree.has_digests and (name := self.files.rewritten()):
-            raise FileNotFoundError(f"{name} was written to while it was being read")
 
     def map(self, targets: Sequence[LeafTarget], threads: int) -> Sequence[LeafTarget]:
         """Map the targets that lie in their files as they are wanted; return the others, which have to be read."""
@@ -110,7 +104,7 @@ class Reading:
         self,
         plan: Plan,
         *,
-        memory: np.ndarray[Any, Any] | None = None,
+        memory: Array | None = None,
         end: Callable[[], None] | None = None,
         is_claimed: bool = False,
     ) -> list[Callable[[], None]]:
@@ -157,12 +151,18 @@ class Reading:
                 )
 
 
+def require_unwritten(tree: TreeEntry, files: Files) -> None:
+    """Raise if a file was written to while it was read, and has no digests that would have shown it."""
+    if not tree.has_digests and (name := files.rewritten()):
+        raise FileNotFoundError(f"{name} was written to while it was being read")
+
+
 def require_boxes(targets: Iterable[LeafTarget]) -> None:
     """Refuse targets of which a wanted box is not stored: nothing would be read into it."""
     for target in targets:
         entry = target.entry
         stored = [entry.region_of(extent) for extent in entry.extents]
-        for box in [Region.whole(entry.shape)] if target.regions is None else target.regions:
+        for box in target.wanted:
             there = sum(overlap.size for other in stored if (overlap := box.overlap(other)))
             if target.is_stored and there != box.size:
                 raise FormatError(
@@ -180,6 +180,8 @@ def _require_length(
         lengths[number] = files.nbytes(number)
 
     large = [number for number in needed if lengths[number] > _LARGE_FILE and not tree.is_database]
+    if not large:
+        return
     run_all([partial(look, number) for number in large], threads if len(large) >= _MANY else 1)
     if all(length >= file.nbytes for length, file in zip(lengths, tree.files, strict=True)):
         return
@@ -193,3 +195,54 @@ def _require_length(
                     f"{lengths[extent.file]} bytes, the leaf after {stop}; restore the file from a copy, or load "
                     "an older checkpoint"
                 )
+
+
+# ------------------------------------------------------------------------------------------ mapped files
+
+
+class MappedFiles:
+    """Map the files of one tree into memory, each when it is first needed."""
+
+    def __init__(self, tree: TreeEntry, files: Files) -> None:
+        self.tree, self.files = tree, files
+        self.memory: dict[int, Array | None] = {}
+
+    def arrays(self, want: Want, alignment: int) -> list[Array] | None:
+        """Return the arrays of the want's regions, or the one of the whole leaf, without reading them.
+
+        Returns None if one of them does not lie in a file unchanged, at a multiple of `alignment`.
+        """
+        if want.dtype != want.entry.dtype:
+            return None
+        found = []
+        for region in want.wanted:
+            array = self.array(want, region, alignment)
+            if array is None:
+                return None
+            found.append(array)
+        return found
+
+    def array(self, want: Want, region: Region, alignment: int) -> Array | None:
+        """Return the array of one region; None if it has to be read."""
+        entry, dtype = want.entry, dtype_from_name(want.entry.dtype)
+        for extent in entry.extents:
+            before = offset_within(region, entry.region_of(extent))
+            if before is None or not region.size or is_whole(entry, extent):
+                continue
+            start = self.tree.files[extent.file].header_nbytes + extent.offset + before * dtype.itemsize
+            memory = self.memory_of(extent.file)
+            if memory is None or start % max(alignment, dtype.alignment):
+                return None
+            if start + region.size * dtype.itemsize > len(memory):
+                raise CorruptionError(
+                    f"leaf {want.name!r}: {self.tree.path_of(extent.file)} was cut short: it ends after {len(memory)} "
+                    "bytes; restore the file from a copy, or load an older checkpoint"
+                )
+            return np.ndarray(region.shape, dtype, memory, start)
+        return None
+
+    def memory_of(self, number: int) -> Array | None:
+        """Return the bytes of a file; None if its file system cannot map it."""
+        if number not in self.memory:
+            self.memory[number] = self.files.map(number)
+        return self.memory[number]

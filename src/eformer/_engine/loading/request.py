@@ -1,4 +1,4 @@
-"""The arguments of a load, as records that every step reads and none changes."""
+"""The arguments of a load, as records that every step reads and none changes; and the report of its result."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from eformer._engine.formats.quantized import check_dequant
 from eformer._engine.record.dtypes import floating_dtype
+from eformer._engine.record.text import few, glance
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
@@ -102,18 +103,19 @@ class Request:
             raise ValueError(
                 f"a batch of {self.batch} arrays: batch must be positive, or None for all at once"
             )
-        check_dequant(self.dequant)
+        if self.dequant is not None:
+            check_dequant(self.dequant)
         if self.duplicates not in (None, "last"):
             raise ValueError(f"duplicates={self.duplicates!r}: expected 'last', or None, which refuses them")
-        if self.like is None:
-            self._require_none_that_needs_like()
+        if self.like is None and (self.partial or self.resize is not None or self.casts_like):
+            self._refuse_without_like()
 
-    def _require_none_that_needs_like(self) -> None:
+    def _refuse_without_like(self) -> None:
         needy = {"partial": self.partial, "resize": self.resize is not None, 'dtype="like"': self.casts_like}
-        if alone := [name for name, is_given in needy.items() if is_given]:
-            needs = "needs" if len(alone) == 1 else "need"
-            trees = "template=, which says" if self.is_template else "like= or into=, which say"
-            raise ValueError(f"{' and '.join(alone)} {needs} {trees} what the tree should be")
+        alone = [name for name, is_given in needy.items() if is_given]
+        needs = "needs" if len(alone) == 1 else "need"
+        trees = "template=, which says" if self.is_template else "like= or into=, which say"
+        raise ValueError(f"{' and '.join(alone)} {needs} {trees} what the tree should be")
 
     @property
     def is_template(self) -> bool:
@@ -134,3 +136,36 @@ class Request:
     def cast(self) -> str | None:
         """Return the name of the dtype that all floating leaves are cast to; None if there is no such dtype."""
         return None if self.dtype is None or self.casts_like else floating_dtype(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """List the leaves of a load by name, and where each came from.
+
+    loaded      leaves from the checkpoint
+    kept        leaves that the checkpoint lacks, and that are those of `like`
+    left_out    leaves of the checkpoint that `like` lacks, or that a rule leaves out
+    resized     loaded leaves that `resize` brought to the shape in `like`
+    code        functions, which a checkpoint does not hold, and that are those of `like`
+    """
+
+    loaded: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    resized: tuple[str, ...] = ()
+    code: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return glance(str(self))
+
+    def __str__(self) -> str:
+        parts = [f"{len(self.loaded):,} {'leaf' if len(self.loaded) == 1 else 'leaves'} loaded"]
+        if self.resized:
+            parts.append(f"{len(self.resized)} of them resized ({few(self.resized)})")
+        if self.kept:
+            parts.append(f"{len(self.kept)} kept as they were ({few(self.kept)})")
+        if self.left_out:
+            parts.append(f"{len(self.left_out)} of the checkpoint left out ({few(self.left_out)})")
+        if self.code:
+            parts.append(f"{len(self.code)} left to the code ({few(self.code)})")
+        return ", ".join(parts)

@@ -23,7 +23,7 @@ from eformer._engine.record.dtypes import is_floating
 from eformer._engine.record.manifest import LeafEntry
 from eformer._engine.record.names import readable, resolve, split_name, with_nearest
 from eformer._engine.record.text import few
-from eformer._engine.record.values import LeftToCode
+from eformer._engine.record.values import LeftToCode, value_from_json
 from eformer._engine.trees.functions import is_code
 from eformer._engine.trees.shardings import AnnotatedShape
 from eformer.errors import FormatError, MismatchError
@@ -124,9 +124,11 @@ def compare(
 
     Raises a MismatchError that lists every difference.
     """
-    values: Mapping[str, Any] = {n: contents.value(n) for n in names if n in contents.raw_values}
+    values: Mapping[str, Any] = {
+        name: value_from_json(raw) for name, raw in contents.raw_values.items() if name in names
+    }
     if like is None:
-        return Selection(_targets(contents, names, {}, _cast_of(request)), values)
+        return Selection(_targets(contents, names, {}, request), values)
     code = {
         name: leaf for name, leaf in like.items() if _is_left_to_code(leaf, values.get(name), name in names)
     }
@@ -140,7 +142,7 @@ def compare(
     problems = list(_other_leaves(lost, refused, names, like, request))
     common, values = _without(names, unexpected), _without(values, unexpected)
     cast = _cast_of(request)
-    targets = _targets(contents, common, like, cast)
+    targets = _targets(contents, common, like, request)
     _change_shapes(targets, like, request)
     problems += _mismatches(targets, values, like, request)
     if problems:
@@ -182,15 +184,16 @@ def _floating_dtype_of(leaf: Any) -> str | None:
 
 
 def _targets(
-    contents: Contents, names: Mapping[str, None], like: Mapping[str, Any], cast: _Cast
+    contents: Contents, names: Mapping[str, None], like: Mapping[str, Any], request: Request
 ) -> list[LeafTarget]:
     """Describe the arrays among the leaves, as they are stored, or in the dtype that they are cast to."""
     entries, computed = contents.arrays, contents.computed
+    cast = None if request.dtype is None else _cast_of(request)
     targets = []
     for name in names:
         if name in entries:
             entry = entries[name]
-            dtype = (cast(like.get(name)) if is_floating(entry.dtype) else None) or entry.dtype
+            dtype = (cast(like.get(name)) if cast and is_floating(entry.dtype) else None) or entry.dtype
             target = LeafTarget(name, entry, dtype, as_numpy=entry.home == "numpy")
             target.is_stored = name not in computed
             if entry.home == "weak":

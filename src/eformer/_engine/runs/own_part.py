@@ -102,7 +102,7 @@ def load_own(path: str, common_id: str, request: Request) -> LoadedTree:
         whole = _uncut(found.tree(None), path, common_id)
         return dataclasses.replace(found, trees={"": whole}, only=None, is_part=True)
 
-    return load_tree(path, dataclasses.replace(request, as_saved=True), see)
+    return load_tree([path], dataclasses.replace(request, as_saved=True), see)
 
 
 def _uncut(part: TreeEntry, path: str, common_id: str) -> BoxedTree:
