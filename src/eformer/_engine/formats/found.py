@@ -94,7 +94,6 @@ class Found:
                     names are never replaced
     foreign         facts that only the reader of another program's format knows
     check_beside    checks files of eformer that hold no leaves: indexes for other readers, and marks
-    is_part         True if leaves may lack boxes, which other processes hold
     key             the key by which everything that is read was signed; None if that was not asked for
     """
 
@@ -106,7 +105,6 @@ class Found:
     versions: Mapping[str, Version] = field(default_factory=dict)
     foreign: Foreign = Foreign()
     check_beside: Callable[[], list[Damage]] = list
-    is_part: bool = False
     key: Verifier | None = None
 
     def tree(self, prefix: str | None) -> TreeEntry:

@@ -21,7 +21,7 @@ from eformer._engine.loading.device_put import Transfer, put_on, put_on_default
 from eformer._engine.loading.placement import Boxes
 from eformer._engine.loading.read_plan import Want, plan_reads
 from eformer._engine.record.dtypes import dtype_from_name
-from eformer._engine.record.pieces import ALIGNMENT, bounding
+from eformer._engine.record.pieces import ALIGNMENT, bounding, pieces, shifted
 from eformer._engine.record.regions import Region
 from eformer._engine.trees.devices import PACKED, bits_of
 
@@ -84,9 +84,9 @@ class LargeLeaf:
         cuts = _cuts(target, _regions(target, boxes), most, tree)
         return None if cuts is None else LargeLeaf(target, boxes, cuts, loaded, x64=x64)
 
-    def parts(self) -> Iterator[_Part]:
+    def parts(self) -> Iterator[Part]:
         for cut in self.cuts:
-            yield _Part(self, cut)
+            yield Part(self, cut)
 
     def arrived(self) -> None:
         """Count a part; make the array when all of them have arrived."""
@@ -103,10 +103,8 @@ class LargeLeaf:
             )
 
 
-class _Part:
-    """Boxes of a large leaf that are read together."""
-
-    is_claimed = True
+class Part:
+    """Boxes of a large leaf that are read together. The space that they take was claimed before, by the leaf."""
 
     def __init__(self, leaf: LargeLeaf, cut: Sequence[Boxed]) -> None:
         self.leaf, self.cut = leaf, cut
@@ -231,19 +229,7 @@ def _cut(region: Region, itemsize: int, most: int, block: int) -> list[Region]:
     number = -(-shape[axis] * row // (most // (step * row) * step * row or row))
     length = -(-shape[axis] // number)
     length = min(-(-length // step) * step, shape[axis])
-    parts = []
-    for outer in np.ndindex(shape[:axis]):
-        for start in range(0, shape[axis], length):
-            stop = min(start + length, shape[axis])
-            first = (*outer, start, *(0 for _ in shape[axis + 1 :]))
-            last = (*(n + 1 for n in outer), stop, *shape[axis + 1 :])
-            parts.append(
-                Region(
-                    tuple(a + b for a, b in zip(region.start, first, strict=True)),
-                    tuple(a + b for a, b in zip(region.start, last, strict=True)),
-                )
-            )
-    return parts
+    return shifted(pieces(shape, itemsize, length * row), region.start)
 
 
 # -------------------------------------------------------------------------------------------- programs

@@ -19,8 +19,7 @@ from eformer._engine.loading.pinned_stream import stream, streamable
 from eformer._engine.loading.placement import on_current_mesh, place_targets, processes_of
 from eformer._engine.loading.read import read, require_boxes
 from eformer._engine.loading.request import LoadReport, PlacementRequest, Request
-from eformer._engine.loading.scalars import as_scalar
-from eformer._engine.loading.select import compare, select
+from eformer._engine.loading.select import as_scalar, compare, select
 from eformer._engine.loading.sources import (
     Source,
     TreeReader,
@@ -309,11 +308,8 @@ class LoadedTree:
 
 
 @uninterrupted
-def load_tree(
-    paths: Sequence[Path], request: Request, see: Callable[[Found], Found] | None = None
-) -> LoadedTree:
-    """Load what `request` asks for: one checkpoint, or several as if they were one. `see` makes of a checkpoint that
-    was found the one to load."""
+def load_tree(paths: Sequence[Path], request: Request) -> LoadedTree:
+    """Load what `request` asks for: one checkpoint, or several as if they were one."""
     like = None if request.like is None else flatten(request.like)[0]
     placement = on_current_mesh(request.placement, like)
     if placement is not request.placement:
@@ -325,7 +321,7 @@ def load_tree(
             within(request.timeout, f"{request.timeout_of}(timeout={request.timeout})"),
             caching(request.cache),
         ):
-            return reread_all(paths, Load(request, like, hosts, see).load, request.key)
+            return reread_all(paths, Load(request, like, hosts).load, request.key)
     except BaseException as error:
         if hosts:
             hosts.fail(error)
@@ -335,13 +331,12 @@ def load_tree(
 @dataclass(slots=True)
 class Load:
     """A load of what `request` asks for. `like` has the leaves of its tree by name; `hosts` are the processes whose
-    devices the leaves go to, if there are others than this one. `see` makes of a checkpoint that was found the one to
-    load. `expected` has the leaves to compare with: others than `like` if the checkpoint has no names."""
+    devices the leaves go to, if there are others than this one. `expected` has the
+    leaves to compare with: others than `like` if the checkpoint has no names."""
 
     request: Request
     like: Mapping[str, Any] | None
     hosts: Hosts | None
-    see: Callable[[Found], Found] | None
     expected: Mapping[str, Any] | None = None
 
     def load(self, all_found: Sequence[Found]) -> LoadedTree:
@@ -362,7 +357,8 @@ class Load:
 
     def find(self, found: Found, stack: ExitStack) -> Source:
         """Read the record of the tree to load, and warn of files beside it that are not read."""
-        found, request = self.see(found) if self.see else found, self.request
+        request = self.request
+        found = request.whole_of(found) if request.whole_of else found
         with reading(found):
             needs_all = request.rename is not None or request.sha256 is not None
             entry = found.tree(request.prefix) if needs_all else found.listed(request.prefix)
@@ -410,7 +406,7 @@ class Load:
         """Decide where the arrays go, and find the boxes of them that this process reads."""
         place_targets(selection.targets, contents, self.request)
         for source in sources:
-            if source.found.is_part:
+            if self.request.whole_of:
                 require_boxes(source.targets)
             if isinstance(source.entry, ListedTree):
                 source.locate(source.entry)

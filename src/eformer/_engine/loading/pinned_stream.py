@@ -13,17 +13,17 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import accumulate
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from eformer._engine.loading.assemble import assemble
 from eformer._engine.loading.device_put import PutShards, Transfer, default_device, wait_for
 from eformer._engine.loading.fetch import aligned
-from eformer._engine.loading.large_leaves import LargeLeaf
+from eformer._engine.loading.large_leaves import LargeLeaf, Part
 from eformer._engine.loading.placement import accelerator_of
 from eformer._engine.loading.read import Reading, require_unwritten
-from eformer._engine.loading.read_plan import packed_nbytes
+from eformer._engine.loading.read_plan import packed_nbytes, plan_reads
 from eformer._engine.loading.slot_split import Split, splits_of
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.tasks.pool import run_all
@@ -85,26 +85,8 @@ def stream(
     return stream.loaded
 
 
-class Batch(Protocol):
-    """What passes through a slot at once: `targets` to read, and what to do when they have been read.
-
-    is_claimed   whether the space that they take was claimed before
-    """
-
-    is_claimed: bool
-
-    @property
-    def targets(self) -> Sequence[LeafTarget]: ...
-
-    def move(self, memory: np.ndarray[Any, Any]) -> Transfer:
-        """Begin to move the targets from the memory of their slot to their devices. The memory is free when the arrays
-        of the result are ready."""
-
-
 class _Leaves:
     """Whole leaves that fit into one slot, or a leaf with memory of its own."""
-
-    is_claimed = False
 
     def __init__(
         self, targets: list[LeafTarget], loaded: dict[str, Any], put: PutShards, split: Split | None = None
@@ -112,6 +94,7 @@ class _Leaves:
         self.targets, self.loaded, self.put, self.split = targets, loaded, put, split
 
     def move(self, memory: np.ndarray[Any, Any]) -> Transfer:
+        """Begin to move the leaves to their devices. The memory is free when the arrays of the result are ready."""
         sent = self.split.send(memory) if self.split else None
         arrays = assemble(self.targets if sent is None else sent.others, self.put)
         for target in self.targets:
@@ -148,13 +131,17 @@ class _Stream:
         Waiting for a slot cannot deadlock: all reads into the other slots are under way in other threads.
         """
         for batch in self.batches(reading):
-            plan = reading.plan(batch.targets, _READ_BYTES, is_packed=True)  # while other batches are read
+            # While other batches are read.
+            reads = plan_reads(batch.targets, self.tree, _READ_BYTES, is_packed=True)
             slot = self.slots.get()
             if slot is None:
                 return
             yield from self.rest_of(slot)
             arrive = partial(self.arrive, batch, slot)
-            yield from reading.tasks(plan, memory=slot.memory, end=arrive, is_claimed=batch.is_claimed)
+            is_claimed = isinstance(batch, Part)
+            yield from reading.tasks(
+                batch.targets, reads, memory=slot.memory, end=arrive, is_claimed=is_claimed
+            )
         for _ in range(self.count):
             slot = self.slots.get()
             if slot is None:
@@ -171,7 +158,7 @@ class _Stream:
         if transfer.then:
             yield partial(self.finish, transfer)
 
-    def batches(self, reading: Reading) -> Iterator[Batch]:
+    def batches(self, reading: Reading) -> Iterator[_Leaves | Part]:
         large = [
             (target, LargeLeaf.of(target, self.default, _SLOT_BYTES, self.tree, self.loaded, x64=self.x64))
             for target in self.large
@@ -189,7 +176,7 @@ class _Stream:
         """Wake the thread that waits for a slot, and end the stream."""
         self.slots.put(None)
 
-    def arrive(self, batch: Batch, slot: _Slot) -> None:
+    def arrive(self, batch: _Leaves | Part, slot: _Slot) -> None:
         """Begin to move the targets, which have been read, to their devices, and hand the slot on."""
         slot.lock()
         # One at a time: each start of a transfer needs the interpreter lock, and many would only wait for each other.

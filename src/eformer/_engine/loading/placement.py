@@ -64,7 +64,7 @@ def place_targets(targets: Sequence[LeafTarget], contents: Contents, request: Re
             if request.broadcast and not target.entry.key:
                 dtype = dtype_from_name(target.dtype)
                 target.read_sharding = _disjoint(target.sharding, target.entry.shape, dtype)
-            elif request.as_saved:
+            elif request.whole_of:
                 target.read_sharding = _as_saved(target)
             _assign_boxes(target)
 

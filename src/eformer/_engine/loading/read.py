@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -55,19 +55,13 @@ def read(
     with closing(reading.files) as files:
         if mmap:
             targets = reading.map(targets, threads)
-        run_all(reading.tasks(reading.plan(targets)), threads)
+        reads = plan_reads(targets, tree, found.store.read_bytes)
+        run_all(reading.tasks(targets, reads), threads)
         require_unwritten(tree, files)
 
 
-class Plan(NamedTuple):
-    """The reads for some targets."""
-
-    targets: Sequence[LeafTarget]
-    reads: Sequence[Read]
-
-
 class Reading:
-    """Read targets of one tree, in several steps: `map`, or `plan` and `tasks`, for some of them, `require_unwritten`;
+    """Read targets of one tree, in several steps: `map`, or `tasks`, for some of them, `require_unwritten`;
     then close the `files`."""
 
     def __init__(self, found: Found, tree: TreeEntry, *, verify: bool, meter: Meter = SILENT) -> None:
@@ -92,33 +86,26 @@ class Reading:
             check(wants, self.tree, self.files, threads, on_damage, self.meter)
         return others
 
-    def plan(
-        self, targets: Sequence[LeafTarget], read_bytes: int | None = None, *, is_packed: bool = False
-    ) -> Plan:
-        """Plan reads of about `read_bytes` each, or as many as suit the store. Arrays that `is_packed` lie in memory
-        one after the other."""
-        size = read_bytes or self.store.read_bytes
-        return Plan(targets, plan_reads(targets, self.tree, size, is_packed=is_packed))
-
     def tasks(
         self,
-        plan: Plan,
+        targets: Sequence[LeafTarget],
+        reads: Sequence[Read],
         *,
         memory: Array | None = None,
         end: Callable[[], None] | None = None,
         is_claimed: bool = False,
     ) -> list[Callable[[], None]]:
-        """Return tasks that read what was planned; the last one to finish calls `end`.
+        """Return tasks that carry out the reads of some targets; the last one to finish calls `end`.
 
         Large arrays are taken from `memory` while it lasts. Parts of a leaf that was claimed before need not be.
         """
-        needed = {read.file for read in plan.reads}
+        needed = {read.file for read in reads}
         self.files.hold(needed)
         if not is_claimed:
-            self.require_space([(read.file, read.nbytes) for read in plan.reads])
-        _require_length(self.tree, plan.targets, needed, self.files, self.threads)
+            self.require_space([(read.file, read.nbytes) for read in reads])
+        _require_length(self.tree, targets, needed, self.files, self.threads)
         fetching = prepare(
-            plan.targets,
+            targets,
             self.tree,
             self.files,
             verify=self.verify,
@@ -128,12 +115,12 @@ class Reading:
         )
 
         def hand_over() -> None:
-            for target, arrays in zip(plan.targets, fetching.arrays, strict=True):
+            for target, arrays in zip(targets, fetching.arrays, strict=True):
                 target.arrays = arrays
             if end:
                 end()
 
-        groups = together(plan.reads, self.threads)
+        groups = together(reads, self.threads)
         return in_turn([partial(fetching.carry_out, some) for some in groups], hand_over)
 
     def claim(self, target: LeafTarget) -> None:

@@ -13,6 +13,7 @@ from eformer._engine.record.text import few, glance
 if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
 
+    from eformer._engine.formats.found import Found
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.rename import Rule
     from eformer._engine.stores.cache import Cached
@@ -65,7 +66,8 @@ class Request:
     sha256         function that returns the recorded SHA-256 of leaves, which are checked before the load
     transient      names of parts of `like` that start anew by themselves: leaves may be left out there, or stay
     is_list        several checkpoints are loaded as one
-    as_saved       read leaves with the sharding that they were saved with, then move them between the devices
+    whole_of       function that makes of the checkpoint, a process's own part, the tree that it was cut from. Leaves
+                   are read with the sharding that they were saved with, then moved between the devices
     """
 
     like: Any = None
@@ -96,7 +98,7 @@ class Request:
     sha256: Callable[[TreeEntry], Mapping[str, str]] | None = None
     transient: tuple[str, ...] = ()
     is_list: bool = False
-    as_saved: bool = False
+    whole_of: Callable[[Found], Found] | None = None
 
     def __post_init__(self) -> None:
         if self.batch is not None and self.batch <= 0:
@@ -159,13 +161,11 @@ class LoadReport:
         return glance(str(self))
 
     def __str__(self) -> str:
-        parts = [f"{len(self.loaded):,} {'leaf' if len(self.loaded) == 1 else 'leaves'} loaded"]
-        if self.resized:
-            parts.append(f"{len(self.resized)} of them resized ({few(self.resized)})")
-        if self.kept:
-            parts.append(f"{len(self.kept)} kept as they were ({few(self.kept)})")
-        if self.left_out:
-            parts.append(f"{len(self.left_out)} of the checkpoint left out ({few(self.left_out)})")
-        if self.code:
-            parts.append(f"{len(self.code)} left to the code ({few(self.code)})")
-        return ", ".join(parts)
+        others = {
+            "of them resized": self.resized,
+            "kept as they were": self.kept,
+            "of the checkpoint left out": self.left_out,
+            "left to the code": self.code,
+        }
+        loaded = f"{len(self.loaded):,} {'leaf' if len(self.loaded) == 1 else 'leaves'} loaded"
+        return ", ".join([loaded, *(f"{len(n)} {what} ({few(n)})" for what, n in others.items() if n)])

@@ -23,7 +23,7 @@ from eformer._engine.loading.fetch import aligned, fetch
 from eformer._engine.loading.read import nbytes_read, require_unwritten
 from eformer._engine.loading.read_plan import Want, plan_reads
 from eformer._engine.loading.rules import PartitionSpec
-from eformer._engine.loading.scalars import is_scalar, kind_of, kind_of_dtype
+from eformer._engine.loading.select import is_scalar, kind_of, kind_of_dtype
 from eformer._engine.record.dtypes import dtype_from_name, is_floating
 from eformer._engine.record.lazy_arrays import Stacked, stored_leaves
 from eformer._engine.record.names import BARE_LEAF, readable, resolve
