@@ -180,12 +180,12 @@ def files_of(store: Store, tree: TreeEntry, versions: Mapping[str, Version] | No
 # another reader should look. `find.py` and `others/sniff.py` ask them one after the other.
 
 
+@dataclass(slots=True)
 class Place:
     """A directory that readers look at. It is listed once, when the first of them asks for its `names`."""
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self._names: list[str] | None = None
+    store: Store
+    _names: list[str] | None = None
 
     @property
     def names(self) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
@@ -98,23 +98,24 @@ def merged(some: Sequence[Contents]) -> Contents:
 # ------------------------------------------------------------------------------------------------ root
 
 
-def has_root(contents: Contents, root: str) -> bool:
-    """Tell whether leaves are named `root` or lie below it."""
-    return bool(_below(contents.names, root))
-
-
-def below(contents: Contents, root: str) -> Contents:
-    """Return the leaves below `root`, a name without its last parts, under the rest of their names."""
+def below(contents: Contents, root: str) -> Contents | None:
+    """Return the leaves below `root`, a name without its last parts, under the rest of their names; None if there are
+    none."""
     found = _below(contents.names, root)
     if not found:
-        known = dict.fromkeys(name.rpartition(".")[0] for name in map(readable, contents.names))
-        hint = next(with_nearest([root], filter(None, known)))[1]
-        raise MismatchError([f"no leaf is named {root!r} or lies below it{hint}"], context="root")
+        return None
     part = _part(contents.structure, root, found)
     if part is None:  # names that only read as if they lay below something, as in a flat dict
         return _in_dicts(contents, found)
     stored = {new: old for old, new in found.items()}
     return replace(_under(contents, found), raw_structure=msgspec.json.encode(part), stored_names=stored)
+
+
+def refuse_root(contents: Contents, root: str) -> NoReturn:
+    """Raise a MismatchError for a root below which there is nothing."""
+    known = dict.fromkeys(name.rpartition(".")[0] for name in map(readable, contents.names))
+    hint = next(with_nearest([root], filter(None, known)))[1]
+    raise MismatchError([f"no leaf is named {root!r} or lies below it{hint}"], context="root")
 
 
 def _part(structure: Any, root: str, names: Mapping[str, str]) -> Any:

@@ -223,6 +223,7 @@ class _Put:
         return self.put(aval, sharding, [array], [device], self.committed)
 
 
+@lru_cache(1)
 def _batched_device_put() -> Any:
     lib = importlib.import_module("jax._src.lib")  # not public, hence all this care
     return lib.xla_client.batched_device_put

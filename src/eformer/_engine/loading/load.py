@@ -240,7 +240,8 @@ def load(
     loaded = load_tree(paths, request)
     if return_report:
         return loaded.tree, loaded.report
-    log_differences(" and ".join(os.fspath(each) for each in paths), request, loaded.report)
+    if request.partial or request.rename:
+        log_differences(" and ".join(os.fspath(each) for each in paths), loaded.report)
     return loaded.tree
 
 
@@ -292,9 +293,9 @@ def request_from(
     )
 
 
-def log_differences(path: str, request: Request, report: LoadReport) -> None:
+def log_differences(path: str, report: LoadReport) -> None:
     """Log the leaves that `partial` or `rename` kept or left out."""
-    if (report.kept or report.left_out) and (request.partial or request.rename):
+    if report.kept or report.left_out:
         logger.warning("%s: %s", path, report)
 
 
@@ -316,9 +317,10 @@ def load_tree(paths: Sequence[Path], request: Request) -> LoadedTree:
         request = replace(request, placement=placement)
     members = processes_of(request.placement, like)
     hosts = _hosts.current("loads", members, request.timeout) if members else None
+    limit = f"{request.timeout_of}(timeout={request.timeout})"
     try:
         with (
-            within(request.timeout, f"{request.timeout_of}(timeout={request.timeout})"),
+            within(request.timeout, limit) if request.timeout is not None else nullcontext(),
             caching(request.cache),
         ):
             return reread_all(paths, Load(request, like, hosts).load, request.key)
@@ -353,7 +355,8 @@ class Load:
                     source.reader.require_unwritten()
         with gc_paused():
             tree = self.rebuild(contents, selection, arrays)
-        return LoadedTree(tree, sources[0].entry, _report(selection, sources))
+        dropped = dict.fromkeys(name for source in sources for name in source.dropped)
+        return LoadedTree(tree, sources[0].entry, selection.report(dropped))
 
     def find(self, found: Found, stack: ExitStack) -> Source:
         """Read the record of the tree to load, and warn of files beside it that are not read."""
@@ -362,10 +365,11 @@ class Load:
         with reading(found):
             needs_all = request.rename is not None or request.sha256 is not None
             entry = found.tree(request.prefix) if needs_all else found.listed(request.prefix)
+            paths = found.left_out(request.prefix)
             source = Source(found, entry, contents_of(entry))
         if found.foreign.refused and not request.partial:
             refuse_kinds(found, request.keys)
-        if paths := found.left_out(request.prefix):
+        if paths:
             logger.warning("%s: not read, and may hold leaves: %s", found.path, few(paths))
         if request.rename is not None:
             source.reader = stack.enter_context(closing(TreeReader(found, entry, verify=request.verify)))
@@ -419,8 +423,13 @@ class Load:
                 with reading(source.found):
                     check_sha256(source.found, source.entry, request.sha256(source.entry), request.threads)
         saves = " ".join(source.entry.save_id for source in sources)
-        batches = [(source, batch) for source in sources for batch in _batches(source, request.batch)]
-        with self.metered(sources) as meter:
+        size = request.batch or max(1, *(len(source.targets) for source in sources))
+        batches = [
+            (source, source.targets[start : start + size])
+            for source in sources
+            for start in range(0, len(source.targets) or 1, size)
+        ]
+        with nullcontext(SILENT) if request.progress is None else self.metered(sources) as meter:
             for number, (source, batch) in enumerate(batches):
                 assembled, others = self.read(source, batch, meter)
                 is_last = number == len(batches) - 1
@@ -432,11 +441,9 @@ class Load:
         return arrays
 
     def metered(self, sources: Sequence[Source]) -> AbstractContextManager[Meter]:
-        progress = self.request.progress
-        if progress is None:
-            return nullcontext(SILENT)
-        total = sum(source.nbytes() for source in sources) if is_wanted(progress) else 0
-        return metered(progress, total, "loading")
+        is_told = is_wanted(self.request.progress)
+        total = sum(source.nbytes() for source in sources) if is_told else 0
+        return metered(self.request.progress, total, "loading")
 
     def read(
         self, source: Source, batch: list[LeafTarget], meter: Meter
@@ -455,7 +462,8 @@ class Load:
             read(found, entry, others, threads, verify=request.verify, mmap=request.mmap, meter=meter)
             if source.contents.computed:
                 read_computed(source.contents.computed, others, threads, meter)
-        change_shapes(others)
+        if request.resize is not None or request.reshape:
+            change_shapes(others)
         return assembled, others
 
     def finish(self, batch: list[LeafTarget], assembled: dict[str, Any], arrays: dict[str, Any]) -> None:
@@ -483,24 +491,6 @@ class Load:
         stored = contents.stored_names
         leaves = {stored[name]: leaf for name, leaf in leaves.items()} if stored else leaves
         return unflatten(parse_structure(contents.raw_structure), leaves)
-
-
-def _batches(source: Source, size: int | None) -> list[list[LeafTarget]]:
-    """Return the targets in lists of so many; all in one for None, which may be empty."""
-    end = max(1, len(source.targets))
-    step = size or end
-    return [source.targets[start : start + step] for start in range(0, end, step)]
-
-
-def _report(selection: Selection, sources: Sequence[Source]) -> LoadReport:
-    dropped = dict.fromkeys(name for source in sources for name in source.dropped)
-    return LoadReport(
-        loaded=(*(target.name for target in selection.targets), *selection.values),
-        kept=tuple(selection.kept),
-        left_out=(*selection.left_out, *dropped),
-        resized=tuple(target.name for target in selection.targets if target.resize),
-        code=tuple(selection.code),
-    )
 
 
 def _require_classes(contents: Contents, selection: Selection) -> None:

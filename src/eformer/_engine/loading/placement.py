@@ -208,6 +208,8 @@ def _needs_mesh(placement: PlacementRequest, like: Mapping[str, Any] | None) -> 
 
 def processes_of(placement: PlacementRequest, like: Mapping[str, Any] | None) -> set[int]:
     """Return the processes whose devices a request names; empty unless this process and others are among them."""
+    if placement.shardings is None and placement.mesh is None and not like:
+        return set()
     shardings = {id(sharding): sharding for sharding in _requested(placement, like)}
     if not shardings:
         return set()

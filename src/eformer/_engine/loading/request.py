@@ -109,12 +109,13 @@ class Request:
             check_dequant(self.dequant)
         if self.duplicates not in (None, "last"):
             raise ValueError(f"duplicates={self.duplicates!r}: expected 'last', or None, which refuses them")
-        if self.like is None and (self.partial or self.resize is not None or self.casts_like):
+        if self.like is None and (self.partial or self.resize is not None or self.dtype is not None):
             self._refuse_without_like()
 
     def _refuse_without_like(self) -> None:
         needy = {"partial": self.partial, "resize": self.resize is not None, 'dtype="like"': self.casts_like}
-        alone = [name for name, is_given in needy.items() if is_given]
+        if not (alone := [name for name, is_given in needy.items() if is_given]):
+            return
         needs = "needs" if len(alone) == 1 else "need"
         trees = "template=, which says" if self.is_template else "like= or into=, which say"
         raise ValueError(f"{' and '.join(alone)} {needs} {trees} what the tree should be")

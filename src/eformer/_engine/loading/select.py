@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from eformer._engine.loading.read_plan import Want
+from eformer._engine.loading.request import LoadReport
 from eformer._engine.loading.rules import PartitionSpec
 from eformer._engine.record.dtypes import DTYPES, is_floating
 from eformer._engine.record.manifest import LeafEntry
@@ -114,6 +115,16 @@ class Selection:
     kept: Mapping[str, Any] = field(default_factory=dict)
     code: Mapping[str, Any] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+
+    def report(self, dropped: Iterable[str]) -> LoadReport:
+        """List the leaves. Rules have `dropped` others before."""
+        return LoadReport(
+            loaded=(*(target.name for target in self.targets), *self.values),
+            kept=tuple(self.kept),
+            left_out=(*self.left_out, *dropped),
+            resized=tuple(target.name for target in self.targets if target.resize),
+            code=tuple(self.code),
+        )
 
 
 def compare(

@@ -18,7 +18,7 @@ from jax.sharding import Sharding
 from eformer._engine.formats.find import reading
 from eformer._engine.formats.process_records import ListedLeaf
 from eformer._engine.formats.quantized import dense_name
-from eformer._engine.loading.contents import NOTHING, below, has_root, named_like, renamed
+from eformer._engine.loading.contents import NOTHING, below, named_like, refuse_root, renamed
 from eformer._engine.loading.fetch import aligned, fetch
 from eformer._engine.loading.read import nbytes_read, require_unwritten
 from eformer._engine.loading.read_plan import Want, plan_reads
@@ -112,10 +112,11 @@ def refuse_kinds(found: Found, keys: Collection[str] | None) -> None:
 
 def take_below(sources: Sequence[Source], root: str) -> None:
     """Take what lies below `root` for each checkpoint. One of several may have nothing there."""
-    if not any(has_root(source.contents, root) for source in sources):
-        below(sources[0].contents, root)  # raises, with a hint
-    for source in sources:
-        source.contents = below(source.contents, root) if has_root(source.contents, root) else NOTHING
+    found = [below(source.contents, root) for source in sources]
+    if not any(found):
+        refuse_root(sources[0].contents, root)
+    for source, contents in zip(sources, found, strict=True):
+        source.contents = contents or NOTHING
 
 
 def rename_leaves(sources: Sequence[Source], rules: Sequence[Rule]) -> None:
