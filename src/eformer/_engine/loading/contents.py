@@ -122,15 +122,12 @@ def _part(structure: Any, root: str, names: Mapping[str, str]) -> Any:
     """Return the part of the structure at the root; None if there is none."""
     one = next(iter(names))
     parts = split_name(one)
-    depths = [depth for depth in range(1, len(parts) + 1) if root in _spellings(".".join(parts[:depth]))]
-    if not depths or UNREADABLE in structure:
+    starts = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+    depth = next((n for n, name in enumerate(starts, 1) if root in (name, readable(name))), 0)
+    if not depth or UNREADABLE in structure:
         return None
-    part = part_of(structure, one, depths[0])
+    part = part_of(structure, one, depth)
     return part if set(leaves_of(part)) == names.keys() else None
-
-
-def _spellings(name: str) -> tuple[str, str]:
-    return name, readable(name)
 
 
 def _below(names: Iterable[str], root: str) -> dict[str, str]:

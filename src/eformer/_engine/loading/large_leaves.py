@@ -58,7 +58,7 @@ class LargeLeaf:
         self.cuts, self.left = cuts, len(cuts)
         self.lock = threading.Lock()
         dtype, is_committed = dtype_from_name(target.dtype), target.sharding is not None
-        regions = _regions(target, boxes)
+        regions = target.wanted
         parts: list[list[Region]] = [[] for _ in regions]
         for cut in cuts:
             for number, region in cut:
@@ -81,7 +81,7 @@ class LargeLeaf:
             return None
         if max(target.entry.shape) > _MOST_LENGTH:
             return None
-        cuts = _cuts(target, _regions(target, boxes), most, tree)
+        cuts = _cuts(target, most, tree)
         return None if cuts is None else LargeLeaf(target, boxes, cuts, loaded, x64=x64)
 
     def parts(self) -> Iterator[Part]:
@@ -177,18 +177,12 @@ class _Shard:
         return array if self.end is None else self.end.result()(array)
 
 
-def _regions(target: LeafTarget, boxes: Boxes) -> list[Region]:
-    return boxes.regions or [Region.whole(target.entry.shape)]
-
-
-def _cuts(
-    target: LeafTarget, regions: Sequence[Region], most: int, tree: TreeEntry
-) -> Sequence[Sequence[Boxed]] | None:
+def _cuts(target: LeafTarget, most: int, tree: TreeEntry) -> Sequence[Sequence[Boxed]] | None:
     """Cut boxes of a leaf into parts, in the first way that reads little more than the boxes; None if there is none.
 
     Each box is cut by itself; or, such as columns of rows that are stored together, all of them are cut at once.
     """
-    entry, extents = target.entry, target.entry.extents
+    entry, extents, regions = target.entry, target.entry.extents, target.wanted
     cut = partial(_parts_of, entry=entry, itemsize=dtype_from_name(target.dtype).itemsize, block=tree.block)
     singly = [[(number, part)] for number, region in enumerate(regions) for part in cut(region, most=most)]
     if len(regions) == len(extents) == 1 and not extents[0].coding:

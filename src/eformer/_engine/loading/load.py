@@ -417,7 +417,8 @@ class Load:
 
     def fetch(self, sources: Sequence[Source]) -> dict[str, Any]:
         """Read the arrays, put them on their devices and hand them to the caller's functions, batch by batch."""
-        request, arrays = self.request, dict[str, Any]()
+        request = self.request
+        arrays: dict[str, Any] = {}
         for source in sources:
             if request.sha256 is not None:
                 with reading(source.found):

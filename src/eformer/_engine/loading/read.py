@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from eformer._engine.formats.found import Found
-    from eformer._engine.loading.read_plan import Read, Want
+    from eformer._engine.loading.read_plan import Read
     from eformer._engine.loading.select import LeafTarget
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.regions import Region
@@ -72,10 +72,10 @@ class Reading:
 
     def map(self, targets: Sequence[LeafTarget], threads: int) -> Sequence[LeafTarget]:
         """Map the targets that lie in their files as they are wanted; return the others, which have to be read."""
-        mapped, others, wants = MappedFiles(self.tree, self.files), [], []
+        others, wants = [], []
+        memory_of = cache(self.files.map)  # None for a file system that cannot map
         for target in targets:
-            # XLA aliases aligned memory only, and copies anything else, which is slower than reading it.
-            arrays = mapped.arrays(target, 1 if target.as_numpy else ALIGNMENT)
+            arrays = _mapped(target, self.tree, memory_of)
             if arrays is None:
                 others.append(target)
             else:
@@ -187,49 +187,42 @@ def _require_length(
 # ------------------------------------------------------------------------------------------ mapped files
 
 
-class MappedFiles:
-    """Map the files of one tree into memory, each when it is first needed."""
+def _mapped(
+    target: LeafTarget, tree: TreeEntry, memory_of: Callable[[int], Array | None]
+) -> list[Array] | None:
+    """Return the arrays of the wanted boxes of a target, without reading them.
 
-    def __init__(self, tree: TreeEntry, files: Files) -> None:
-        self.tree, self.files = tree, files
-        self.memory: dict[int, Array | None] = {}
-
-    def arrays(self, want: Want, alignment: int) -> list[Array] | None:
-        """Return the arrays of the want's regions, or the one of the whole leaf, without reading them.
-
-        Returns None if one of them does not lie in a file unchanged, at a multiple of `alignment`.
-        """
-        if want.dtype != want.entry.dtype:
-            return None
-        found = []
-        for region in want.wanted:
-            array = self.array(want, region, alignment)
-            if array is None:
-                return None
-            found.append(array)
-        return found
-
-    def array(self, want: Want, region: Region, alignment: int) -> Array | None:
-        """Return the array of one region; None if it has to be read."""
-        entry, dtype = want.entry, dtype_from_name(want.entry.dtype)
-        for extent in entry.extents:
-            before = offset_within(region, entry.region_of(extent))
-            if before is None or not region.size or is_whole(entry, extent):
-                continue
-            start = self.tree.files[extent.file].header_nbytes + extent.offset + before * dtype.itemsize
-            memory = self.memory_of(extent.file)
-            if memory is None or start % max(alignment, dtype.alignment):
-                return None
-            if start + region.size * dtype.itemsize > len(memory):
-                raise CorruptionError(
-                    f"leaf {want.name!r}: {self.tree.path_of(extent.file)} was cut short: it ends after {len(memory)} "
-                    "bytes; restore the file from a copy, or load an older checkpoint"
-                )
-            return np.ndarray(region.shape, dtype, memory, start)
+    Returns None if one of them does not lie in a file unchanged, and aligned as XLA needs it: XLA aliases aligned
+    memory only, and copies anything else, which is slower than reading it.
+    """
+    found: list[Array] = []
+    if target.dtype != target.entry.dtype:
         return None
+    for region in target.wanted:
+        array = _mapped_box(target, region, tree, memory_of)
+        if array is None:
+            return None
+        found.append(array)
+    return found
 
-    def memory_of(self, number: int) -> Array | None:
-        """Return the bytes of a file; None if its file system cannot map it."""
-        if number not in self.memory:
-            self.memory[number] = self.files.map(number)
-        return self.memory[number]
+
+def _mapped_box(
+    target: LeafTarget, region: Region, tree: TreeEntry, memory_of: Callable[[int], Array | None]
+) -> Array | None:
+    entry, dtype = target.entry, dtype_from_name(target.entry.dtype)
+    alignment = max(1 if target.as_numpy else ALIGNMENT, dtype.alignment)
+    for extent in entry.extents:
+        before = offset_within(region, entry.region_of(extent))
+        if before is None or not region.size or is_whole(entry, extent):
+            continue
+        start = tree.files[extent.file].header_nbytes + extent.offset + before * dtype.itemsize
+        memory = memory_of(extent.file)
+        if memory is None or start % alignment:
+            return None
+        if start + region.size * dtype.itemsize > len(memory):
+            raise CorruptionError(
+                f"leaf {target.name!r}: {tree.path_of(extent.file)} was cut short: it ends after {len(memory)} "
+                "bytes; restore the file from a copy, or load an older checkpoint"
+            )
+        return np.ndarray(region.shape, dtype, memory, start)
+    return None
