@@ -79,8 +79,6 @@ def merged(some: Sequence[Contents]) -> Contents:
 
     Names that read the same in several of them must be spelled alike, see `named_like`.
     """
-    if len(some) == 1:
-        return some[0]
     arrays: dict[str, LeafEntry] = {}
     values: dict[str, Any] = {}
     computed: dict[str, LazyArray] = {}

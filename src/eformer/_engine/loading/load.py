@@ -14,7 +14,6 @@ from eformer._engine.formats.find import ReplacedError, reading, reread_all
 from eformer._engine.formats.process_records import ListedTree
 from eformer._engine.loading.assemble import assemble, change_shapes
 from eformer._engine.loading.contents import contents_of, merged
-from eformer._engine.loading.fetch import check_sha256
 from eformer._engine.loading.pinned_stream import stream, streamable
 from eformer._engine.loading.placement import on_current_mesh, place_targets, processes_of
 from eformer._engine.loading.read import read, require_boxes
@@ -23,6 +22,7 @@ from eformer._engine.loading.select import as_scalar, compare, select
 from eformer._engine.loading.sources import (
     Source,
     TreeReader,
+    check_sha256,
     completed,
     name_by_order,
     owned,

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,15 +24,16 @@ from eformer._engine.loading.read import nbytes_read, require_unwritten
 from eformer._engine.loading.read_plan import Want, plan_reads
 from eformer._engine.loading.rules import PartitionSpec
 from eformer._engine.loading.select import is_scalar, kind_of, kind_of_dtype
-from eformer._engine.record.dtypes import dtype_from_name, is_floating
+from eformer._engine.record.digests import sha256_of
+from eformer._engine.record.dtypes import dtype_from_name, is_floating, raw_pieces
 from eformer._engine.record.lazy_arrays import Stacked, stored_leaves
 from eformer._engine.record.names import BARE_LEAF, readable, resolve
-from eformer._engine.record.pieces import bounding
+from eformer._engine.record.pieces import bounding, pieces
 from eformer._engine.record.regions import Region
 from eformer._engine.record.text import few
 from eformer._engine.tasks.forks import Lock
 from eformer._engine.tasks.pool import run_all
-from eformer.errors import FormatError, MismatchError, StructureError
+from eformer.errors import CorruptionError, FormatError, MismatchError, StructureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -54,6 +55,7 @@ Array = np.ndarray[Any, Any]
 logger = logging.getLogger("eformer")
 
 _SLICE_BYTES = 32 * 2**20  # of a computed leaf, read at a time
+_SHA256_BYTES = 16 * 2**20  # hashed at a time
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct, Sharding, PartitionSpec)
 
 _MERGE_FIRST = (
@@ -82,7 +84,11 @@ class Source:
 
     def nbytes(self) -> int:
         """Return how many bytes the load reads."""
-        computed = nbytes_computed(self.contents.computed, self.targets)
+        computed = sum(
+            array.dtype.itemsize * sum(box.size for box in _boxes(target))
+            for target in self.targets
+            if (array := self.contents.computed.get(target.name)) is not None
+        )
         return nbytes_read(self.entry, self.targets) + computed
 
     def locate(self, entry: ListedTree) -> None:
@@ -236,7 +242,7 @@ def _not_left_out(
     return [name for name in names if name in like or dense_name(name) in kept]
 
 
-# ---------------------------------------------------------------------------- leaves that rules compute
+# ------------------------------------------------------------------ leaves that are read box by box
 
 
 class TreeReader:
@@ -272,6 +278,26 @@ class TreeReader:
             self.opened.close()
 
 
+def check_sha256(found: Found, tree: TreeEntry, expected: Mapping[str, str], threads: int | None) -> None:
+    """Compare the SHA-256 of leaves on disk with `expected`; raise a CorruptionError that lists all that differ."""
+    problems: list[str] = []
+
+    def check_leaf(name: str, entry: LeafEntry) -> None:
+        regions = pieces(entry.shape, dtype_from_name(entry.dtype).itemsize, _SHA256_BYTES)
+        digest = sha256_of(part for box in regions for part in raw_pieces(reader.read(name, entry, box)))
+        if digest != expected[name]:
+            where = ", ".join(sorted({tree.path_of(extent.file) for extent in entry.extents}))
+            problems.append(f"leaf {name!r} in {where} has SHA-256 {digest}, expected {expected[name]}")
+
+    leaves = [(name, entry) for name, entry in tree.leaves.items() if name in expected]
+    with closing(TreeReader(found, tree, verify=True)) as reader:
+        run_all(
+            [partial(check_leaf, name, entry) for name, entry in leaves], threads or found.store.read_threads
+        )
+    if problems:
+        raise CorruptionError(f"{found.path}: validation failed: {'; '.join(sorted(problems))}")
+
+
 def read_computed(
     computed: Mapping[str, LazyArray], targets: Sequence[LeafTarget], threads: int, meter: Meter
 ) -> None:
@@ -283,19 +309,13 @@ def read_computed(
     run_all(tasks, threads)
 
 
-def nbytes_computed(computed: Mapping[str, LazyArray], targets: Sequence[LeafTarget]) -> int:
-    """Return how many bytes `read_computed` reads for the targets."""
-    return sum(
-        array.dtype.itemsize * sum(box.size for box in _boxes(target))
-        for target in targets
-        if (array := computed.get(target.name)) is not None
-    )
-
-
 def _tasks(array: LazyArray, target: LeafTarget, meter: Meter) -> list[Callable[[], None]]:
     """Return tasks that read one array, each a slice that the store holds in few runs."""
     dtype = dtype_from_name(target.dtype)
-    outputs = [(region, _empty(region.shape, dtype)) for region in target.wanted]
+    outputs: list[tuple[Region, Array]] = [
+        (region, np.ndarray(region.shape, dtype, aligned(dtype.itemsize * region.size)))
+        for region in target.wanted
+    ]
     target.arrays = [output for _, output in outputs]
 
     def read(part: Region) -> None:
@@ -332,11 +352,6 @@ def _slices(box: Region, array: LazyArray) -> list[Region]:
         )
         for start in starts
     ]
-
-
-def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Allocate an array at an address that XLA can alias."""
-    return np.ndarray(shape, dtype, aligned(dtype.itemsize * math.prod(shape)))
 
 
 # ------------------------------------------------------------------------------ leaves without names
