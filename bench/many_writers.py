@@ -30,11 +30,12 @@ import msgspec
 import numpy as np
 
 from eformer._engine.formats.find import find
+from eformer._engine.formats.process_records import ListedTree
 from eformer._engine.loading.contents import contents_of
-from eformer._engine.loading.load import _located, _Source
 from eformer._engine.loading.read import read
 from eformer._engine.loading.request import Request
 from eformer._engine.loading.select import compare, select
+from eformer._engine.loading.sources import Source as LoadSource
 from eformer._engine.record.digests import Hasher
 from eformer._engine.record.holdings import Held, Holdings
 from eformer._engine.record.indexes import MANIFEST
@@ -365,8 +366,10 @@ def load(case: Case, url: str, first: int) -> Measured:
         targets = compare(contents, select(contents, keys), Request(), None).targets
         for target in targets if boxes else ():
             target.regions = [boxes[number[target.name] % 3]]
-        entry = _located(_Source(found, entry, contents, targets=targets)).entry
-        read(found, entry, targets, found.store.read_threads, verify=True)
+        source = LoadSource(found, entry, contents, targets=targets)
+        if isinstance(entry, ListedTree):
+            source.locate(entry)
+        read(found, source.entry, targets, found.store.read_threads, verify=True)
         took = time.perf_counter() - began
     for target in targets:
         _check(case, first, target, number[target.name])

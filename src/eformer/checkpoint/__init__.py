@@ -31,10 +31,9 @@ from eformer import _install  # noqa: F401  which warns of another package of th
 
 # The public names by their modules; a test compares them with the imports below.
 _NAMES = {
-    "loading.abstract": "abstract",
-    "loading.dry_run": "DryRun dry_run",
+    "loading.dry_run": "DryRun abstract dry_run",
     "loading.load": "load",
-    "loading.report": "LoadReport",
+    "loading.request": "LoadReport",
     "record.manifest": "Manifest",
     "record.options": "SaveOptions",
     "record.policies": "Every Keep",
@@ -59,11 +58,11 @@ _NAMES = {
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if TYPE_CHECKING:
-    from eformer._engine.loading.abstract import abstract as abstract
     from eformer._engine.loading.dry_run import DryRun as DryRun
+    from eformer._engine.loading.dry_run import abstract as abstract
     from eformer._engine.loading.dry_run import dry_run as dry_run
     from eformer._engine.loading.load import load as load
-    from eformer._engine.loading.report import LoadReport as LoadReport
+    from eformer._engine.loading.request import LoadReport as LoadReport
     from eformer._engine.pages.report import HtmlReport as HtmlReport
     from eformer._engine.pages.report import report as report
     from eformer._engine.record.manifest import Manifest as Manifest

@@ -427,7 +427,7 @@ class AsyncCheckpointManager:
         self._log("loading from %s", where)
         if self.enable_validation if validate is None else validate:
             request = dataclasses.replace(request, sha256=_checksums_of)
-        loaded = load_tree(where, request)
+        loaded = load_tree([where], request)
         return loaded.tree, _metadata_of(loaded.entry).to_dict()
 
     # ------------------------------------------------------------------------------------------- paths

@@ -101,7 +101,7 @@ def tree_deserialize_leaves(
     request = request_of(
         mesh, prefix=prefix, rules=partition_rules, shardings=shardings, callback=callback, batch=chunk_size
     )
-    return load_tree(checkpoint_dir, request).tree
+    return load_tree([checkpoint_dir], request).tree
 
 
 def request_of(

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from eformer._engine.loading.contents import Contents, below, named_like, renamed
+from eformer._engine.loading.contents import Contents, below, named_like, refuse_root, renamed
 from eformer._engine.record.manifest import Extent, LeafEntry
 from eformer._engine.record.regions import Region
 from eformer._engine.record.rename import rules_from
@@ -74,7 +74,7 @@ def test_a_root_that_is_not_there_is_an_error_with_the_nearest_one():
         MismatchError,
         match=r"no leaf is named 'params.encode' or lies below it \(nearest is 'params.encoder'\)",
     ):
-        below(contents("params.encoder.w", "params.encoder.b"), "params.encode")
+        refuse_root(contents("params.encoder.w", "params.encoder.b"), "params.encode")
 
 
 @pytest.mark.parametrize("fmt", ["safetensors", "tensorstore"])

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from eformer._engine.formats.find import find
-from eformer._engine.loading import fetch as fetch_module
-from eformer._engine.loading.fetch import Arena, aligned, check, check_sha256, fetch, raise_damage, together
+from eformer._engine.loading import sources
+from eformer._engine.loading.fetch import Arena, aligned, check, fetch, raise_damage, together
 from eformer._engine.loading.read_plan import Read, Want, plan_reads
+from eformer._engine.loading.sources import check_sha256
 from eformer._engine.record.digests import sha256_of
 from eformer._engine.record.pieces import ALIGNMENT
 from eformer._engine.record.regions import Region
@@ -154,7 +155,7 @@ def test_damage_is_raised_with_what_to_do():
 
 
 def test_every_leaf_with_another_sha256_is_listed(tmp_path, monkeypatch):
-    monkeypatch.setattr(fetch_module, "_SHA256_BYTES", 100)
+    monkeypatch.setattr(sources, "_SHA256_BYTES", 100)
     tree = {name: np.arange(200) + n for n, name in enumerate("abc")}
     save(tree, tmp_path)
     found = find(tmp_path)

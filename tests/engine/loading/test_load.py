@@ -37,7 +37,7 @@ def test_callbacks_get_arrays_that_have_arrived_also_if_the_default_device_is_a_
 
 def test_the_record_comes_with_the_tree(tmp_path):
     save({"w": np.ones(3), "step": 4}, tmp_path, metadata={"run": 7})
-    loaded = load_tree(tmp_path, Request())
+    loaded = load_tree([tmp_path], Request())
     tree, entry = loaded.tree, loaded.entry
     assert_same(tree, {"w": np.ones(3), "step": 4})
     assert entry.metadata == {"run": 7}

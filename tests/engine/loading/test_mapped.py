@@ -40,7 +40,9 @@ def is_read(monkeypatch):
     monkeypatch.setattr(
         Reading,
         "tasks",
-        lambda self, plan, **more: names.extend(t.name for t in plan.targets) or tasks(self, plan, **more),
+        lambda self, targets, *more, **how: (
+            names.extend(t.name for t in targets) or tasks(self, targets, *more, **how)
+        ),
     )
     return names
 

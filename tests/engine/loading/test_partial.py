@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eformer import checkpoint
-from eformer._engine.loading.computed import TreeReader
+from eformer._engine.loading.sources import TreeReader
 from eformer.checkpoint import LoadReport, load, save
 from eformer.errors import CorruptionError, LeafError, MismatchError, StructureError
 from support.meshes import meshes

@@ -16,7 +16,6 @@ import pytest
 
 from eformer import checkpoint
 from eformer._engine.loading import fetch, large_leaves, pinned_stream, placement, slot_split
-from eformer._engine.loading import load as load_module
 from eformer._engine.record.regions import Region
 from eformer._engine.saving import commit as _record
 from eformer._engine.stores.local_files import LocalFiles
@@ -36,7 +35,7 @@ def slots(monkeypatch):
     monkeypatch.setattr(pinned_stream, "_SLOT_BYTES", 2**18)
     monkeypatch.setattr(pinned_stream, "_WORTH_IT", 0)
     on_cpu = lambda target: None if target.as_numpy else _device_of(target.sharding)  # noqa: E731
-    for module in (load_module, placement, pinned_stream):
+    for module in (placement, pinned_stream):
         monkeypatch.setattr(module, "accelerator_of", on_cpu)
 
     def unaligned(nbytes):

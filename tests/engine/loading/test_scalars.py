@@ -11,7 +11,7 @@ from flax import nnx, serialization
 from flax.training.train_state import TrainState
 
 from eformer import checkpoint
-from eformer._engine.loading.scalars import as_array, fitted, kind_of, kind_of_dtype
+from eformer._engine.loading.select import as_array, fitted, kind_of, kind_of_dtype
 from eformer.errors import MismatchError
 from eformer.serialization.async_manager import AsyncCheckpointManager
 from support.trees import assert_same

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eformer._engine.loading.contents import Contents
-from eformer._engine.loading.unnamed_leaves import by_order, completed
+from eformer._engine.loading.sources import by_order, completed
 from eformer._engine.record.manifest import Extent, LeafEntry
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from eformer._engine.record.manifest import Manifest, TreeEntry
 from eformer._engine.record.names import with_nearest
 from eformer._engine.stores.directory import directory_inside
-from eformer._engine.stores.local import is_there, on_disk
+from eformer._engine.stores.local import on_disk
 from eformer._engine.stores.local_copy import copy_of
 from eformer._engine.stores.ocdbt import DatabaseFiles
 from eformer.errors import Damage, NotFoundError
@@ -70,7 +70,7 @@ class Foreign:
     find_damages    checks checksums that cannot be checked by reading a piece of a file
     find_left_out   lists the files that are not read and may hold leaves
     refused         leaves of kinds that eformer does not store, each with its kind
-    find_quantized  tells how a tree is quantised; None if it is not
+    find_quantized  tells how a tree is quantised, if it is
     is_costly       True if everything is copied to this machine as soon as a tree is asked for
     """
 
@@ -79,7 +79,7 @@ class Foreign:
     find_damages: Callable[[], Iterator[Damage]] | None = None
     find_left_out: Callable[[], tuple[str, ...]] = tuple
     refused: Mapping[str, str] = field(default_factory=dict)
-    find_quantized: Callable[[TreeEntry], Quantization | None] = lambda _: None
+    find_quantized: Callable[[TreeEntry], Quantization | None] | None = None
     is_costly: bool = False
 
 
@@ -94,7 +94,6 @@ class Found:
                     names are never replaced
     foreign         facts that only the reader of another program's format knows
     check_beside    checks files of eformer that hold no leaves: indexes for other readers, and marks
-    is_part         True if leaves may lack boxes, which other processes hold
     key             the key by which everything that is read was signed; None if that was not asked for
     """
 
@@ -106,7 +105,6 @@ class Found:
     versions: Mapping[str, Version] = field(default_factory=dict)
     foreign: Foreign = Foreign()
     check_beside: Callable[[], list[Damage]] = list
-    is_part: bool = False
     key: Verifier | None = None
 
     def tree(self, prefix: str | None) -> TreeEntry:
@@ -182,12 +180,12 @@ def files_of(store: Store, tree: TreeEntry, versions: Mapping[str, Version] | No
 # another reader should look. `find.py` and `others/sniff.py` ask them one after the other.
 
 
+@dataclass(slots=True)
 class Place:
     """A directory that readers look at. It is listed once, when the first of them asks for its `names`."""
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self._names: list[str] | None = None
+    store: Store
+    _names: list[str] | None = None
 
     @property
     def names(self) -> list[str]:
@@ -202,8 +200,8 @@ class Place:
     @property
     def is_there(self) -> bool:
         """Whether the place is a directory: one that exists, or a prefix that objects have."""
-        if on_disk(self.store) is not None:
-            return is_there(self.store)
+        if (directory := on_disk(self.store)) is not None:
+            return directory.is_dir()
         try:
             return bool(self.names)
         except FileNotFoundError:

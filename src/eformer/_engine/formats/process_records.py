@@ -32,8 +32,10 @@ def joined_trees(
     ours: Mapping[str, TreeEntry],
     others: Mapping[str, Callable[[], TreeEntry]] | None = None,
     also: Mapping[str, Callable[[], TreeEntry]] | None = None,
-) -> Trees:
+) -> Mapping[str, TreeEntry]:
     """Return trees by prefix; a tree in parts is put together on first use."""
+    if not others and not any(tree.parts for tree in ours.values()):
+        return ours
     parts = {prefix: partial(_joined, store, tree) for prefix, tree in ours.items() if tree.parts}
     listed = {prefix: partial(_listed, store, tree) for prefix, tree in ours.items() if tree.parts}
     whole = {prefix: tree for prefix, tree in ours.items() if prefix not in parts}

@@ -37,7 +37,7 @@ def assemble(targets: Sequence[LeafTarget], put: PutShards | None = None) -> dic
         else:
             sharded.append(_shards(target))
     on_default = iter(put_on_default(plain))
-    on_devices = iter(put_sharded(sharded, put))
+    on_devices = iter(put_sharded(sharded, put) if sharded else ())
     leaves = {}
     for target in targets:
         if target.as_numpy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
@@ -13,7 +13,6 @@ from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.manifest import UNREADABLE, LeafEntry, parse_structure
 from eformer._engine.record.names import BARE_LEAF, readable, split_name, with_nearest
 from eformer._engine.record.rename import apply, refuse_transformed_keys
-from eformer._engine.record.values import value_from_json
 from eformer._engine.trees.unflatten import leaves_of, part_of
 from eformer.errors import MismatchError
 
@@ -47,9 +46,6 @@ class Contents:
     def names(self) -> list[str]:
         return [*self.arrays, *self.raw_values]
 
-    def value(self, name: str) -> Any:
-        return value_from_json(self.raw_values[name])
-
     def stored(self, name: str) -> Iterable[LeafEntry]:
         """Return the records of the stored arrays that an array is, or that rules make it of."""
         if name in self.computed:
@@ -81,10 +77,8 @@ NOTHING = Contents({}, {}, b"null")
 def merged(some: Sequence[Contents]) -> Contents:
     """Return the leaves of all, in nested dicts by their names. Of leaves with one name it has the last.
 
-    Names that read the same in several of them must be spelled alike, see `spelled_alike` and `named_like`.
+    Names that read the same in several of them must be spelled alike, see `named_like`.
     """
-    if len(some) == 1:
-        return some[0]
     arrays: dict[str, LeafEntry] = {}
     values: dict[str, Any] = {}
     computed: dict[str, LazyArray] = {}
@@ -102,18 +96,12 @@ def merged(some: Sequence[Contents]) -> Contents:
 # ------------------------------------------------------------------------------------------------ root
 
 
-def has_root(contents: Contents, root: str) -> bool:
-    """Tell whether leaves are named `root` or lie below it."""
-    return bool(_below(contents.names, root))
-
-
-def below(contents: Contents, root: str) -> Contents:
-    """Return the leaves below `root`, a name without its last parts, under the rest of their names."""
+def below(contents: Contents, root: str) -> Contents | None:
+    """Return the leaves below `root`, a name without its last parts, under the rest of their names; None if there are
+    none."""
     found = _below(contents.names, root)
     if not found:
-        known = dict.fromkeys(name.rpartition(".")[0] for name in map(readable, contents.names))
-        hint = next(with_nearest([root], filter(None, known)))[1]
-        raise MismatchError([f"no leaf is named {root!r} or lies below it{hint}"], context="root")
+        return None
     part = _part(contents.structure, root, found)
     if part is None:  # names that only read as if they lay below something, as in a flat dict
         return _in_dicts(contents, found)
@@ -121,19 +109,23 @@ def below(contents: Contents, root: str) -> Contents:
     return replace(_under(contents, found), raw_structure=msgspec.json.encode(part), stored_names=stored)
 
 
+def refuse_root(contents: Contents, root: str) -> NoReturn:
+    """Raise a MismatchError for a root below which there is nothing."""
+    known = dict.fromkeys(name.rpartition(".")[0] for name in map(readable, contents.names))
+    hint = next(with_nearest([root], filter(None, known)))[1]
+    raise MismatchError([f"no leaf is named {root!r} or lies below it{hint}"], context="root")
+
+
 def _part(structure: Any, root: str, names: Mapping[str, str]) -> Any:
     """Return the part of the structure at the root; None if there is none."""
     one = next(iter(names))
     parts = split_name(one)
-    depths = [depth for depth in range(1, len(parts) + 1) if root in _spellings(".".join(parts[:depth]))]
-    if not depths or UNREADABLE in structure:
+    starts = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+    depth = next((n for n, name in enumerate(starts, 1) if root in (name, readable(name))), 0)
+    if not depth or UNREADABLE in structure:
         return None
-    part = part_of(structure, one, depths[0])
+    part = part_of(structure, one, depth)
     return part if set(leaves_of(part)) == names.keys() else None
-
-
-def _spellings(name: str) -> tuple[str, str]:
-    return name, readable(name)
 
 
 def _below(names: Iterable[str], root: str) -> dict[str, str]:
@@ -194,16 +186,6 @@ def renamed(contents: Contents, rules: Sequence[Rule], reader: LeafReader) -> tu
 
 
 # ------------------------------------------------------------------------------------- names of `like`
-
-
-def spelled_alike(some: Sequence[Contents]) -> list[Contents]:
-    """Take over the spelling of the first checkpoint for leaves that later ones have in another spelling."""
-    known: dict[str, None] = {}
-    alike = []
-    for contents in some:
-        alike.append(named_like(contents, known))
-        known |= dict.fromkeys(alike[-1].names)
-    return alike
 
 
 def named_like(contents: Contents, like: Mapping[str, Any]) -> Contents:

@@ -10,7 +10,7 @@ import importlib
 import logging
 import math
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import msgspec
@@ -22,11 +22,7 @@ from eformer._engine.trees.devices import PACKED
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-T = TypeVar("T")
-
 Array = np.ndarray[Any, Any]
-
-_UNKNOWN: Any = object()
 
 _config: Any = jax.config  # its attributes have no types
 wait_for: Any = jax.block_until_ready  # nor has this
@@ -90,8 +86,10 @@ def put_sharded(arrays: Sequence[Shards], put: PutShards | None = None) -> list[
 
     Several calls for arrays of one tree can share a `put`, which knows what it has seen.
     """
-    put, takes_parts = put or PutShards(), _by_identity(_takes_parts)
-    is_taken = [takes_parts(array.sharding) and put.takes(array.dtype) for array in arrays]
+    put = put or PutShards()
+    shardings = {id(array.sharding): array.sharding for array in arrays}  # to compare them takes longer
+    takes_parts = {number: _takes_parts(sharding) for number, sharding in shardings.items()}
+    is_taken = [takes_parts[id(array.sharding)] and put.takes(array.dtype) for array in arrays]
     others = [array for array, taken in zip(arrays, is_taken, strict=True) if not taken]
     joined = iter(_joined_one_by_one(others))
     return [put(array) if taken else next(joined) for array, taken in zip(arrays, is_taken, strict=True)]
@@ -113,19 +111,6 @@ def _memory_of(device: Any, sharding: Any) -> Any:
     if kind is None or kind == device.default_memory().kind:
         return device
     return SingleDeviceSharding(device, memory_kind=kind)
-
-
-def _by_identity(function: Callable[[Any], T]) -> Callable[[Any], T]:
-    """Return the function with a memory of its results for the same objects, which must live as long."""
-    known: dict[int, T] = {}
-
-    def found(value: Any) -> T:
-        result = known.get(id(value), _UNKNOWN)
-        if result is _UNKNOWN:
-            result = known[id(value)] = function(value)
-        return cast("T", result)
-
-    return found
 
 
 class PutShards:
@@ -238,6 +223,7 @@ class _Put:
         return self.put(aval, sharding, [array], [device], self.committed)
 
 
+@lru_cache(1)
 def _batched_device_put() -> Any:
     lib = importlib.import_module("jax._src.lib")  # not public, hence all this care
     return lib.xla_client.batched_device_put

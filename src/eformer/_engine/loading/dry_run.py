@@ -1,10 +1,10 @@
-"""Compute what a load would put on which device, without reading any data."""
+"""Compute what a load would return, and what it would put on which device, without reading any data."""
 
 from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,18 +14,22 @@ from eformer._engine.formats.find import look_at
 from eformer._engine.loading.placement import current_mesh, jax_holds, refuse_on_devices
 from eformer._engine.loading.request import PlacementRequest, Rules
 from eformer._engine.loading.rules import PlaceableLeaf, place, warn_of_idle_rules
+from eformer._engine.loading.select import key_dtype
 from eformer._engine.record.dtypes import dtype_from_name, floating_dtype, is_floating
+from eformer._engine.record.manifest import UNREADABLE, parse_structure
 from eformer._engine.record.text import glance
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.trees.devices import is_key
 from eformer._engine.trees.flatten import flatten
+from eformer._engine.trees.unflatten import unflatten
+from eformer.errors import StructureError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from jax.sharding import Mesh, Sharding
 
-    from eformer._engine.record.manifest import RecordedSharding
+    from eformer._engine.record.manifest import LeafEntry, TreeEntry
 
 _MOST_SHOWN = 20
 
@@ -80,30 +84,20 @@ def _on(devices: Sequence[Any], nbytes: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _LeafFacts:
+class _Leaf(PlaceableLeaf):
     """A leaf of a checkpoint or of a tree. `itemsize` is that of an element as the user sees it, such as a PRNG key."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    itemsize: int
-    like: Any = None
-    recorded: RecordedSharding | None = None
-    is_numpy: bool = False
+    dtype: str = ""
+    itemsize: int = 0
 
-    def cast(self, dtype: str | None) -> _LeafFacts:
-        if dtype is None or not is_floating(self.dtype):
-            return self
-        return replace(self, dtype=dtype, itemsize=dtype_from_name(dtype).itemsize)
 
-    @property
-    def can_be_on_a_device(self) -> bool:
-        config: Any = jax.config  # its attributes have no types
-        return self.dtype.startswith("key<") or jax_holds(self.dtype, config.jax_enable_x64)
-
-    def as_placeable(self) -> PlaceableLeaf:
-        return PlaceableLeaf(
-            self.shape, self.like, self.recorded, self.is_numpy, is_host_only=not self.can_be_on_a_device
-        )
+def _leaf(shape: tuple[int, ...], dtype: str, itemsize: int, cast: str | None, **facts: Any) -> _Leaf:
+    """Describe a leaf after a cast of floating elements."""
+    if cast is not None and is_floating(dtype):
+        dtype, itemsize = cast, dtype_from_name(cast).itemsize
+    config: Any = jax.config  # its attributes have no types
+    is_held = dtype.startswith("key<") or jax_holds(dtype, config.jax_enable_x64)
+    return _Leaf(shape, is_host_only=not is_held, dtype=dtype, itemsize=itemsize, **facts)
 
 
 @uninterrupted
@@ -132,23 +126,20 @@ def dry_run(
         >>> print(checkpoint.dry_run("run/step-100", mesh, rules=[("w", PartitionSpec("data"))]))
     """
     is_path = isinstance(what, (str, os.PathLike))
-    found = _of_checkpoint(what, prefix) if is_path else _of_tree(what)
     cast = None if dtype is None else floating_dtype(dtype)
-    leaves = {name: leaf.cast(cast) for name, leaf in found.items()}
-    request = PlacementRequest(mesh=mesh, rules=rules, shardings=shardings)
-    if mesh is None:
-        mesh = current_mesh()
-        if mesh is None:
-            raise ValueError("dry_run needs a mesh=, or the mesh of jax.set_mesh")
-        request = replace(request, mesh=mesh, is_current_mesh=True)
+    leaves = _of_checkpoint(what, prefix, cast) if is_path else _of_tree(what, cast)
+    used = current_mesh() if mesh is None else mesh
+    if used is None:
+        raise ValueError("dry_run needs a mesh=, or the mesh of jax.set_mesh")
+    request = PlacementRequest(mesh=used, rules=rules, shardings=shardings, is_current_mesh=mesh is None)
     warn_of_idle_rules(leaves, request)
-    placed, _ = place({name: leaf.as_placeable() for name, leaf in leaves.items()}, request, prefix=prefix)
+    placed, _ = place(leaves, request, prefix=prefix)
     on_devices = ((name, leaves[name]) for name in placed)
-    refuse_on_devices((n, leaf.dtype, leaf.shape) for n, leaf in on_devices if not leaf.can_be_on_a_device)
-    return _counted(leaves, placed, mesh)
+    refuse_on_devices((name, leaf.dtype, leaf.shape) for name, leaf in on_devices if leaf.is_host_only)
+    return _counted(leaves, placed, used)
 
 
-def _counted(leaves: Mapping[str, _LeafFacts], placed: Mapping[str, Sharding], mesh: Mesh) -> DryRun:
+def _counted(leaves: Mapping[str, _Leaf], placed: Mapping[str, Sharding], mesh: Mesh) -> DryRun:
     per_device: dict[Any, int] = dict.fromkeys(mesh.devices.flat, 0)
     result = {}
     for name, leaf in leaves.items():
@@ -162,19 +153,19 @@ def _counted(leaves: Mapping[str, _LeafFacts], placed: Mapping[str, Sharding], m
     return DryRun(per_device, result)
 
 
-def _of_checkpoint(path: str | os.PathLike[str], prefix: str | None) -> dict[str, _LeafFacts]:
+def _of_checkpoint(path: str | os.PathLike[str], prefix: str | None, cast: str | None) -> dict[str, _Leaf]:
     found = {}
     for name, entry in look_at(path, lambda found: found.listed(prefix).leaves).items():
-        inner = math.prod(entry.shape[len(entry.logical_shape) :])  # the numbers inside of a PRNG key
-        itemsize = dtype_from_name(entry.dtype).itemsize * inner
-        is_numpy = entry.home == "numpy"
-        found[name] = _LeafFacts(
-            entry.logical_dtype, entry.logical_shape, itemsize, None, entry.sharding, is_numpy
+        shape = entry.logical_shape
+        inner = math.prod(entry.shape[len(shape) :])  # the numbers inside of a PRNG key
+        itemsize, is_numpy = dtype_from_name(entry.dtype).itemsize * inner, entry.home == "numpy"
+        found[name] = _leaf(
+            shape, entry.logical_dtype, itemsize, cast, recorded=entry.sharding, is_numpy=is_numpy
         )
     return found
 
 
-def _of_tree(tree: Any) -> dict[str, _LeafFacts]:
+def _of_tree(tree: Any, cast: str | None) -> dict[str, _Leaf]:
     found = {}
     for name, leaf in flatten(tree)[0].items():
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
@@ -182,9 +173,43 @@ def _of_tree(tree: Any) -> dict[str, _LeafFacts]:
             itemsize = numbers.dtype.itemsize * math.prod(numbers.shape[len(leaf.shape) :])
             like = leaf.sharding if getattr(leaf, "committed", True) and hasattr(leaf, "sharding") else None
             is_numpy = isinstance(leaf, np.ndarray)
-            found[name] = _LeafFacts(str(leaf.dtype), tuple(leaf.shape), itemsize, like, None, is_numpy)
+            found[name] = _leaf(
+                tuple(leaf.shape), str(leaf.dtype), itemsize, cast, like=like, is_numpy=is_numpy
+            )
     return found
 
 
 def _numbers(key: Any) -> Any:
     return jax.random.key_data(key)
+
+
+# -------------------------------------------------------------------------------- shapes and dtypes
+
+
+@uninterrupted
+def abstract(path: str | os.PathLike[str], *, prefix: str | None = None) -> Any:
+    """Return the tree saved at `path` with a `ShapeDtypeStruct` in the place of every array. Reads no data.
+
+    The structure is the one that `load` without `like` returns, and plain values are themselves. Shardings are not
+    part of it: they belong to the mesh of the save. `prefix` chooses the tree, if there are several.
+
+    Example:
+        >>> checkpoint.abstract("run/step-100")["params"]["w"]
+        ShapeDtypeStruct(shape=(8, 4), dtype=float32)
+    """
+    return look_at(path, lambda found: _described(found.listed(prefix)))
+
+
+def _described(tree: TreeEntry) -> Any:
+    structure = parse_structure(tree.structure)
+    if isinstance(structure, dict) and UNREADABLE in structure:
+        raise StructureError(structure[UNREADABLE])
+    return unflatten(structure, {name: _struct(leaf) for name, leaf in tree.leaves.items()} | tree.values)
+
+
+_ShapeDtypeStruct: Any = jax.ShapeDtypeStruct  # its constructor has no types
+
+
+def _struct(leaf: LeafEntry) -> Any:
+    dtype = key_dtype(leaf.key) if leaf.key else dtype_from_name(leaf.dtype)
+    return _ShapeDtypeStruct(leaf.logical_shape, dtype, weak_type=leaf.home == "weak")

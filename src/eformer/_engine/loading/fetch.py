@@ -18,9 +18,9 @@ from eformer._engine.loading.read_plan import (
     packed_nbytes,
     plan_reads,
 )
-from eformer._engine.record.digests import sha256_of, xxh3_128
-from eformer._engine.record.dtypes import DTYPES, dtype_from_name, raw_pieces, unpack_nibbles
-from eformer._engine.record.pieces import ALIGNMENT, pieces
+from eformer._engine.record.digests import xxh3_128
+from eformer._engine.record.dtypes import DTYPES, dtype_from_name, unpack_nibbles
+from eformer._engine.record.pieces import ALIGNMENT
 from eformer._engine.record.regions import Region
 from eformer._engine.stores.base import KeepsCopies
 from eformer._engine.tasks.pool import run_all
@@ -28,10 +28,9 @@ from eformer._engine.tasks.progress import SILENT, Meter
 from eformer.errors import AlteredError, CorruptionError, Damage, FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from eformer._engine.formats.found import Found
-    from eformer._engine.record.manifest import LeafEntry, TreeEntry
+    from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.stores.base import Files
 
 Array = np.ndarray[Any, Any]
@@ -133,10 +132,9 @@ class Fetching:
                 is_plain = extent.region is None and extent.coding is None and want.dtype != "float4_e2m1fn"
                 if is_plain and 0 < extent.nbytes <= block:
                     continue
-            boxes = [Region.whole(entry.shape)] if want.regions is None else want.regions
             dtype = dtype_from_name(want.dtype)
             try:
-                self.targets[index] = targets = [arena.target(box, dtype) for box in boxes]
+                self.targets[index] = targets = [arena.target(box, dtype) for box in want.wanted]
             except MemoryError as error:
                 leaf = f"leaf {want.name!r}, {entry.dtype}{list(entry.shape)}"
                 raise MemoryError(f"not enough memory for {leaf}") from error
@@ -324,36 +322,3 @@ def aligned(nbytes: int) -> Array:
     memory = np.empty(nbytes + unit, np.uint8)
     start = -memory.__array_interface__["data"][0] % unit
     return memory[start : start + nbytes]
-
-
-# --------------------------------------------------------------------------------------------- SHA-256
-
-_SHA256_BYTES = 16 * 2**20  # hashed at a time
-
-
-def check_sha256(found: Found, tree: TreeEntry, expected: Mapping[str, str], threads: int) -> None:
-    """Compare the SHA-256 of leaves on disk with `expected`; raise a CorruptionError that lists all that differ."""
-    problems: list[str] = []
-    files = found.files(tree)
-
-    def check_leaf(name: str, entry: LeafEntry) -> None:
-        digest = sha256_of(_elements(name, entry, tree, files))
-        if digest != expected[name]:
-            where = ", ".join(sorted({tree.path_of(extent.file) for extent in entry.extents}))
-            problems.append(f"leaf {name!r} in {where} has SHA-256 {digest}, expected {expected[name]}")
-
-    try:
-        leaves = [(name, entry) for name, entry in tree.leaves.items() if name in expected]
-        run_all([partial(check_leaf, name, entry) for name, entry in leaves], threads)
-    finally:
-        files.close()
-    if problems:
-        raise CorruptionError(f"{found.path}: validation failed: {'; '.join(sorted(problems))}")
-
-
-def _elements(name: str, entry: LeafEntry, tree: TreeEntry, files: Files) -> Iterator[Any]:
-    """Yield the bytes of a leaf's elements in their order, a little at a time."""
-    for region in pieces(entry.shape, dtype_from_name(entry.dtype).itemsize, _SHA256_BYTES):
-        wants = [Want(name, entry, entry.dtype, [region])]
-        ((array,),) = fetch(plan_reads(wants, tree), wants, tree, files, 1)
-        yield from raw_pieces(array)

@@ -19,7 +19,7 @@ from eformer._engine.loading.device_put import Transfer, put_on, put_on_default
 from eformer._engine.loading.placement import Boxes
 from eformer._engine.loading.read_plan import Want, plan_reads
 from eformer._engine.record.dtypes import dtype_from_name
-from eformer._engine.record.pieces import ALIGNMENT, bounding
+from eformer._engine.record.pieces import ALIGNMENT, bounding, pieces, shifted
 from eformer._engine.record.regions import Region
 from eformer._engine.trees.devices import PACKED, bits_of
 from eformer._engine.trees.programs import place_of, program
@@ -57,7 +57,7 @@ class LargeLeaf:
         self.cuts, self.left = cuts, len(cuts)
         self.lock = threading.Lock()
         dtype, is_committed = dtype_from_name(target.dtype), target.sharding is not None
-        regions = _regions(target, boxes)
+        regions = target.wanted
         parts: list[list[Region]] = [[] for _ in regions]
         for cut in cuts:
             for number, region in cut:
@@ -80,12 +80,12 @@ class LargeLeaf:
             return None
         if max(target.entry.shape) > _MOST_LENGTH:
             return None
-        cuts = _cuts(target, _regions(target, boxes), most, tree)
+        cuts = _cuts(target, most, tree)
         return None if cuts is None else LargeLeaf(target, boxes, cuts, loaded, x64=x64)
 
-    def parts(self) -> Iterator[_Part]:
+    def parts(self) -> Iterator[Part]:
         for cut in self.cuts:
-            yield _Part(self, cut)
+            yield Part(self, cut)
 
     def arrived(self) -> None:
         """Count a part; make the array when all of them have arrived."""
@@ -102,10 +102,8 @@ class LargeLeaf:
             )
 
 
-class _Part:
-    """Boxes of a large leaf that are read together."""
-
-    is_claimed = True
+class Part:
+    """Boxes of a large leaf that are read together. The space that they take was claimed before, by the leaf."""
 
     def __init__(self, leaf: LargeLeaf, cut: Sequence[Boxed]) -> None:
         self.leaf, self.cut = leaf, cut
@@ -178,18 +176,12 @@ class _Shard:
         return array if self.end is None else self.end.result()(array)
 
 
-def _regions(target: LeafTarget, boxes: Boxes) -> list[Region]:
-    return boxes.regions or [Region.whole(target.entry.shape)]
-
-
-def _cuts(
-    target: LeafTarget, regions: Sequence[Region], most: int, tree: TreeEntry
-) -> Sequence[Sequence[Boxed]] | None:
+def _cuts(target: LeafTarget, most: int, tree: TreeEntry) -> Sequence[Sequence[Boxed]] | None:
     """Cut boxes of a leaf into parts, in the first way that reads little more than the boxes; None if there is none.
 
     Each box is cut by itself; or, such as columns of rows that are stored together, all of them are cut at once.
     """
-    entry, extents = target.entry, target.entry.extents
+    entry, extents, regions = target.entry, target.entry.extents, target.wanted
     cut = partial(_parts_of, entry=entry, itemsize=dtype_from_name(target.dtype).itemsize, block=tree.block)
     singly = [[(number, part)] for number, region in enumerate(regions) for part in cut(region, most=most)]
     if len(regions) == len(extents) == 1 and not extents[0].coding:
@@ -230,19 +222,7 @@ def _cut(region: Region, itemsize: int, most: int, block: int) -> list[Region]:
     number = -(-shape[axis] * row // (most // (step * row) * step * row or row))
     length = -(-shape[axis] // number)
     length = min(-(-length // step) * step, shape[axis])
-    parts = []
-    for outer in np.ndindex(shape[:axis]):
-        for start in range(0, shape[axis], length):
-            stop = min(start + length, shape[axis])
-            first = (*outer, start, *(0 for _ in shape[axis + 1 :]))
-            last = (*(n + 1 for n in outer), stop, *shape[axis + 1 :])
-            parts.append(
-                Region(
-                    tuple(a + b for a, b in zip(region.start, first, strict=True)),
-                    tuple(a + b for a, b in zip(region.start, last, strict=True)),
-                )
-            )
-    return parts
+    return shifted(pieces(shape, itemsize, length * row), region.start)
 
 
 # -------------------------------------------------------------------------------------------- programs

@@ -6,54 +6,55 @@ import logging
 import os
 import time
 from collections.abc import Iterable
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from eformer._engine.formats.find import ReplacedError, reading, reread_all
-from eformer._engine.formats.process_records import ListedLeaf, ListedTree
-from eformer._engine.formats.quantized import dense_name
+from eformer._engine.formats.process_records import ListedTree
 from eformer._engine.loading.assemble import assemble, change_shapes
-from eformer._engine.loading.computed import TreeReader, nbytes_computed, read_computed
-from eformer._engine.loading.contents import (
-    NOTHING,
-    below,
-    contents_of,
-    has_root,
-    merged,
-    named_like,
-    renamed,
-    spelled_alike,
+from eformer._engine.loading.contents import contents_of, merged
+from eformer._engine.loading.pinned_stream import stream, streamable
+from eformer._engine.loading.placement import on_current_mesh, place_targets, processes_of
+from eformer._engine.loading.read import read, require_boxes
+from eformer._engine.loading.request import LoadReport, PlacementRequest, Request
+from eformer._engine.loading.select import as_scalar, compare, select
+from eformer._engine.loading.sources import (
+    Source,
+    TreeReader,
+    check_sha256,
+    completed,
+    name_by_order,
+    owned,
+    read_computed,
+    refuse_bare_leaf,
+    refuse_kinds,
+    refuse_quantized,
+    rename_leaves,
+    spell_alike,
+    take_below,
 )
-from eformer._engine.loading.fetch import check_sha256
-from eformer._engine.loading.pinned_stream import is_worth_streaming, stream
-from eformer._engine.loading.placement import accelerator_of, on_current_mesh, place_targets, processes_of
-from eformer._engine.loading.read import nbytes_read, read, require_boxes
-from eformer._engine.loading.report import LoadReport
-from eformer._engine.loading.request import PlacementRequest, Request
-from eformer._engine.loading.scalars import as_scalar
-from eformer._engine.loading.select import compare, select
-from eformer._engine.loading.unnamed_leaves import by_order, completed
 from eformer._engine.processes import hosts as _hosts
-from eformer._engine.record.lazy_arrays import Stacked, stored_leaves
-from eformer._engine.record.manifest import UNREADABLE
-from eformer._engine.record.names import BARE_LEAF, readable, resolve
+from eformer._engine.record.manifest import UNREADABLE, parse_structure
+from eformer._engine.record.names import BARE_LEAF
 from eformer._engine.record.rename import rules_from
 from eformer._engine.record.text import few
+from eformer._engine.record.values import LeftToCode
 from eformer._engine.stores.cache import caching
 from eformer._engine.stores.keys import public_key
 from eformer._engine.stores.store_options import remember
 from eformer._engine.tasks.deadline import within
 from eformer._engine.tasks.interrupts import called, uninterrupted
 from eformer._engine.tasks.pool import gc_paused
-from eformer._engine.tasks.progress import is_wanted, metered
+from eformer._engine.tasks.progress import SILENT, is_wanted, metered
 from eformer._engine.trees.devices import arrived
 from eformer._engine.trees.flatten import flatten, transient_in
 from eformer._engine.trees.unflatten import unflatten, unflatten_like
-from eformer.errors import FormatError, MismatchError, StructureError
+from eformer.errors import StructureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     import jax
 
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
     from eformer._engine.loading.select import LeafTarget, Selection
     from eformer._engine.processes.hosts import Hosts
     from eformer._engine.record.manifest import TreeEntry
-    from eformer._engine.record.rename import Renamed, RenameRules, Rule
+    from eformer._engine.record.rename import RenameRules
     from eformer._engine.stores.cache import Cached
     from eformer._engine.stores.keys import Key
     from eformer._engine.tasks.progress import Meter, Progress
@@ -74,10 +75,6 @@ T = TypeVar("T")
 Path = str | os.PathLike[str]
 _ONE_PATH = (str, bytes, os.PathLike)
 
-_MERGE_FIRST = (
-    "rules apply to each checkpoint of a list alone: to stack leaves of several, load them without the rule and save "
-    "the result, then load that with the rule"
-)
 _BETWEEN_RESTARTS = 0.2  # seconds, for all processes to find the newer checkpoint
 
 
@@ -129,7 +126,6 @@ def load(path: Path | Sequence[Path], *, into: T, **others: Unpack[_Arguments]) 
 def load(
     path: Path | Sequence[Path], *, return_report: bool = False, **others: Unpack[_Arguments]
 ) -> Any: ...
-@uninterrupted
 def load(
     path: Path | Sequence[Path],
     *,
@@ -233,39 +229,33 @@ def load(
         >>> state = checkpoint.load("pretrained", like=state, partial=True)
         >>> model = checkpoint.load(["pretrained", "lora"], like=abstract_model)
     """
-    paths = _paths(path)
-    for each in paths:
-        remember(each, store_options)
-    request = request_from(
-        like=like,
-        into=into,
-        partial=partial,
-        root=root,
-        rename=rename,
-        resize=resize,
-        prefix=prefix,
-        keys=keys,
-        mesh=mesh,
-        rules=rules,
-        shardings=shardings,
-        dtype=dtype,
-        callback=callback,
-        batch=batch,
-        verify=verify,
-        mmap=mmap,
-        progress=progress,
-        broadcast=broadcast,
-        timeout=timeout,
-        cache=cache,
-        key=key,
-        dequant=dequant,
-        duplicates=duplicates,
-    )
+    arguments = dict(locals())  # those of a request, by name: all but these three
+    del arguments["path"], arguments["return_report"], arguments["store_options"]
+    paths = [path] if isinstance(path, _ONE_PATH) else _list_of(path)
+    if store_options:
+        for each in paths:
+            remember(each, store_options)
+    request = request_from(is_list=len(paths) > 1, **arguments)
     loaded = load_tree(paths, request)
     if return_report:
         return loaded.tree, loaded.report
-    log_differences(" and ".join(os.fspath(each) for each in paths), request, loaded.report)
+    if request.partial or request.rename:
+        log_differences(" and ".join(os.fspath(each) for each in paths), loaded.report)
     return loaded.tree
+
+
+def _list_of(paths: Any) -> Sequence[Path]:
+    """Return the paths of several checkpoints to load as one."""
+    if not isinstance(paths, Iterable) or isinstance(paths, (set, frozenset)):
+        kind = type(paths).__name__
+        raise TypeError(f"the path is of type {kind}; expected a path, or a list of paths in an order")
+    if not (found := list(paths)):
+        raise ValueError("an empty list of paths: expected at least one checkpoint to load")
+    for each in found:
+        if not isinstance(each, _ONE_PATH):
+            kind = type(each).__name__
+            raise TypeError(f"an item of the list of paths is of type {kind}; expected a path")
+    return found
 
 
 def request_from(
@@ -290,6 +280,7 @@ def request_from(
     return Request(
         like=like if into is None else into,
         in_place=into is not None,
+        transient=() if into is None else transient_in(into),
         like_name="like" if into is None else "into",
         rename=None if rename is None else rules_from(rename) or None,
         keys=None if keys is None else (keys,) if isinstance(keys, str) else tuple(keys),
@@ -301,9 +292,9 @@ def request_from(
     )
 
 
-def log_differences(path: str, request: Request, report: LoadReport) -> None:
+def log_differences(path: str, report: LoadReport) -> None:
     """Log the leaves that `partial` or `rename` kept or left out."""
-    if (report.kept or report.left_out) and (request.partial or request.rename):
+    if report.kept or report.left_out:
         logger.warning("%s: %s", path, report)
 
 
@@ -317,293 +308,165 @@ class LoadedTree:
 
 
 @uninterrupted
-def load_tree(
-    path: Path | Sequence[Path], request: Request, see: Callable[[Found], Found] | None = None
-) -> LoadedTree:
-    """Load what `request` asks for. `see` makes of a checkpoint that was found the one to load."""
+def load_tree(paths: Sequence[Path], request: Request) -> LoadedTree:
+    """Load what `request` asks for: one checkpoint, or several as if they were one."""
     like = None if request.like is None else flatten(request.like)[0]
-    paths = _paths(path)
-    request = replace(
-        request,
-        placement=on_current_mesh(request.placement, like),
-        transient=transient_in(request.like) if request.in_place else (),
-        is_list=len(paths) > 1,
-    )
-    with (
-        within(request.timeout, f"{request.timeout_of}(timeout={request.timeout})"),
-        _processes(request, like) as hosts,
-        caching(request.cache),
-    ):
-        load = _Load(request, like, hosts)
-        loaded = reread_all(paths, lambda found: load.load([*map(see, found)] if see else found), request.key)
-    return LoadedTree(_rebuild(loaded, request), loaded.entry, _report(loaded))
+    placement = on_current_mesh(request.placement, like)
+    if placement is not request.placement:
+        request = replace(request, placement=placement)
+    members = processes_of(request.placement, like)
+    hosts = _hosts.current("loads", members, request.timeout) if members else None
+    limit = f"{request.timeout_of}(timeout={request.timeout})"
+    try:
+        with (
+            within(request.timeout, limit) if request.timeout is not None else nullcontext(),
+            caching(request.cache),
+        ):
+            return reread_all(paths, Load(request, like, hosts).load, request.key)
+    except BaseException as error:
+        if hosts:
+            hosts.fail(error)
+        raise
 
 
-def _paths(path: Any) -> Sequence[Path]:
-    """Return the paths of the checkpoints to load from."""
-    paths: list[Any] = [path]
-    if isinstance(path, _ONE_PATH):
-        return paths
-    if not isinstance(path, Iterable) or isinstance(path, (set, frozenset)):
-        kind = type(path).__name__
-        raise TypeError(f"the path is of type {kind}; expected a path, or a list of paths in an order")
-    if not (paths := list(path)):
-        raise ValueError("an empty list of paths: expected at least one checkpoint to load")
-    for each in paths:
-        if not isinstance(each, _ONE_PATH):
-            kind = type(each).__name__
-            raise TypeError(f"an item of the list of paths is of type {kind}; expected a path")
-    return paths
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """The leaves that were loaded: `arrays`, and in the selection everything else."""
-
-    entry: TreeEntry
-    contents: Contents
-    selection: Selection
-    arrays: dict[str, Any]
-    dropped: Sequence[str] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A checkpoint to load from: its tree, its leaves under the names that the load uses, names that rules drop, and
-    the targets that it gives. Rules make leaves that `reader` reads."""
-
-    found: Found
-    entry: TreeEntry
-    contents: Contents
-    reader: TreeReader | None = None
-    dropped: Sequence[str] = ()
-    targets: list[LeafTarget] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _Load:
+@dataclass(slots=True)
+class Load:
     """A load of what `request` asks for. `like` has the leaves of its tree by name; `hosts` are the processes whose
-    devices the leaves go to."""
+    devices the leaves go to, if there are others than this one. `expected` has the
+    leaves to compare with: others than `like` if the checkpoint has no names."""
 
     request: Request
     like: Mapping[str, Any] | None
-    hosts: Hosts
+    hosts: Hosts | None
+    expected: Mapping[str, Any] | None = None
 
-    def load(self, all_found: Sequence[Found]) -> _Loaded:
-        """Load the arrays of one checkpoint, by name, or in the order of `like` if they have no names; or the arrays of
-        several checkpoints, as if they were one."""
+    def load(self, all_found: Sequence[Found]) -> LoadedTree:
+        """Load the tree of one checkpoint, or of several as if they were one."""
         with ExitStack() as stack:
-            sources = [self._opened(found, stack) for found in all_found]
-            if self.request.root is not None:
-                sources = _below(sources, self.request.root)
-            if self.request.rename is not None:
-                sources = _renamed(sources, self.request.rename)
-            if (
-                self.like is None
-                or self.request.rename is not None
-                or all(s.found.foreign.has_names for s in sources)
-            ):
-                loaded = self._load_arrays(_spelled_alike(sources, self.like))
-            else:
-                loaded = self._load_by_order(sources)
+            sources = [self.find(found, stack) for found in all_found]
+            self.rename(sources)
+            with gc_paused():
+                contents, selection = self.select(sources)
+                self.place(sources, contents, selection)
+            arrays = self.fetch(sources)
             for source in sources:
-                if source.reader is not None:
-                    with reading(source.found):
-                        source.reader.require_unwritten()
-        return replace(
-            loaded, dropped=[*dict.fromkeys(name for source in sources for name in source.dropped)]
-        )
-
-    def _opened(self, found: Found, stack: ExitStack) -> _Source:
-        """Read the record of the tree to load, and warn of files beside it that are not read."""
-        with reading(found):
-            needs_all = self.request.rename is not None or self.request.sha256 is not None
-            entry = found.tree(self.request.prefix) if needs_all else found.listed(self.request.prefix)
-            contents = contents_of(entry)
-        self._require_stored(found)
-        if paths := found.left_out(self.request.prefix):
-            logger.warning("%s: not read, and may hold leaves: %s", found.path, few(paths))
-        if self.request.rename is None:
-            return _Source(found, entry, contents)
-        reader = stack.enter_context(closing(TreeReader(found, entry, verify=self.request.verify)))
-        return _Source(found, entry, contents, reader)
-
-    def _require_stored(self, found: Found) -> None:
-        """Refuse to load leaves of kinds that eformer does not store, unless others are asked for."""
-        refused = found.foreign.refused
-        if not refused or self.request.partial:
-            return
-        asked = refused if self.request.keys is None else resolve(self.request.keys, refused)[0]
-        if asked:
-            leaves = few([f"leaf {name!r}: {refused[name]}" for name in asked])
-            raise FormatError(
-                f"{found.path} has leaves of kinds that eformer does not store: {leaves}. Load the others with keys=, "
-                "or with like= and partial=True; or write them as plain arrays first, such as the model before it was "
-                "quantised, or dequantize() or to_dense() of tensors of PyTorch"
-            )
-
-    def _require_numbers(self, source: _Source, names: Collection[str], given: Collection[str]) -> None:
-        """Refuse quantised leaves among `names`, unless they are asked for as they are stored. All checkpoints of the
-        load have the leaves `given`."""
-        if self.request.dequant is False:
-            return
-        with reading(source.found):
-            quantized = source.found.foreign.find_quantized(source.entry)
-        if quantized is None:
-            return
-        if self.request.partial and self.like is not None:
-            names = self._not_left_out(names, given, self.like)
-        taken = {id(stored) for name in names for stored in source.contents.stored(name)}
-        leaves = source.entry.leaves
-        quantized.refuse(source.found.path, {name for name in quantized.leaves if id(leaves[name]) in taken})
-
-    def _not_left_out(
-        self, names: Collection[str], given: Collection[str], like: Mapping[str, Any]
-    ) -> Collection[str]:
-        """Return the names of leaves that a partial load takes, or that are in the place of arrays which `like` keeps:
-        the weights before they were quantised."""
-        missing = (name for name, leaf in like.items() if name not in given and hasattr(leaf, "shape"))
-        kept = {readable(name).removesuffix(".value") for name in missing}
-        if (
-            kept and self.request.rename is not None
-        ):  # for the names of the dense model: any leaf may be the one
-            return names
-        return [name for name in names if name in like or dense_name(name) in kept]
-
-    def _load_by_order(self, sources: Sequence[_Source]) -> _Loaded:
-        """Load a file that stores one array after another, without names."""
-        if self.request.partial or len(sources) > 1:
-            nameless = next(source.found.path for source in sources if not source.found.foreign.has_names)
-            why = "partial=True needs" if len(sources) == 1 else "a load of several checkpoints needs"
-            raise ValueError(f"{nameless} has no names of leaves, which {why}")
-        assert self.like is not None
-        (source,) = sources
-        contents, expected = by_order(source.contents, self.like, self.request.cast)
-        loaded = replace(self, like=expected)._load_arrays([replace(source, contents=contents)])
-        return replace(loaded, arrays=completed(loaded.arrays, self.like))
-
-    def _load_arrays(self, sources: Sequence[_Source]) -> _Loaded:
-        """Load the arrays of one tree: select and place, then plan, fetch and assemble."""
+                if source.reader:
+                    source.reader.require_unwritten()
         with gc_paused():
-            contents = merged([source.contents for source in sources])
-            selection, sources = self._selected(sources, contents)
-            place_targets(selection.targets, contents, self.request)
-            sources = [_located(source) for source in sources]
-        return _Loaded(sources[0].entry, contents, selection, self._fetched(sources))
+            tree = self.rebuild(contents, selection, arrays)
+        dropped = dict.fromkeys(name for source in sources for name in source.dropped)
+        return LoadedTree(tree, sources[0].entry, selection.report(dropped))
 
-    def _selected(
-        self, sources: Sequence[_Source], contents: Contents
-    ) -> tuple[Selection, Sequence[_Source]]:
+    def find(self, found: Found, stack: ExitStack) -> Source:
+        """Read the record of the tree to load, and warn of files beside it that are not read."""
+        request = self.request
+        found = request.whole_of(found) if request.whole_of else found
+        with reading(found):
+            needs_all = request.rename is not None or request.sha256 is not None
+            entry = found.tree(request.prefix) if needs_all else found.listed(request.prefix)
+            paths = found.left_out(request.prefix)
+            source = Source(found, entry, contents_of(entry))
+        if found.foreign.refused and not request.partial:
+            refuse_kinds(found, request.keys)
+        if paths:
+            logger.warning("%s: not read, and may hold leaves: %s", found.path, few(paths))
+        if request.rename is not None:
+            source.reader = stack.enter_context(closing(TreeReader(found, entry, verify=request.verify)))
+        return source
+
+    def rename(self, sources: Sequence[Source]) -> None:
+        """Give the leaves the names that they have in the tree."""
+        request, self.expected = self.request, self.like
+        if request.root is not None:
+            take_below(sources, request.root)
+        if request.rename is not None:
+            rename_leaves(sources, request.rename)
+        elif self.like is not None and not all(source.found.foreign.has_names for source in sources):
+            self.expected = name_by_order(sources, self.like, request)
+            return
+        if self.like is not None or len(sources) > 1:
+            spell_alike(sources, self.like)
+
+    def select(self, sources: Sequence[Source]) -> tuple[Contents, Selection]:
         """Choose the leaves to load, and which checkpoint gives each. Refuse leaves that cannot be given as asked."""
-        self._require_trees(sources, contents)
-        names = select(contents, self.request.keys, is_list=self.request.is_list)
-        owned = self._owned(sources, names)
-        for source, own in zip(sources, owned, strict=True):
-            self._require_numbers(source, own, names)
-        selection = compare(contents, names, self.request, self.like)
-        _require_classes(contents, self.request)
-        return selection, [
-            replace(source, targets=[target for target in selection.targets if target.name in own])
-            for source, own in zip(sources, owned, strict=True)
-        ]
+        request, like, is_one = self.request, self.expected, len(sources) == 1
+        contents = sources[0].contents if is_one else merged([source.contents for source in sources])
+        names = select(contents, request.keys, is_list=request.is_list)
+        if BARE_LEAF in names and len(names) > 1 and request.keys is None and not request.partial:
+            refuse_bare_leaf(sources)
+        given = [names] if is_one else owned(sources, names, request, like)
+        for source, own in zip(sources, given, strict=True):
+            if source.found.foreign.find_quantized and request.dequant is None:
+                refuse_quantized(source, own, names, request, like)
+        selection = compare(contents, names, request, like)
+        if like is None and request.keys is None:
+            _require_classes(contents, selection)
+        for source, own in zip(sources, given, strict=True):
+            source.targets = [target for target in selection.targets if target.name in own]
+        return contents, selection
 
-    def _fetched(self, sources: Sequence[_Source]) -> dict[str, Any]:
-        total = sum(map(_nbytes, sources)) if is_wanted(self.request.progress) else 0
-        saves = " ".join(source.entry.save_id for source in sources)
+    def place(self, sources: Sequence[Source], contents: Contents, selection: Selection) -> None:
+        """Decide where the arrays go, and find the boxes of them that this process reads."""
+        place_targets(selection.targets, contents, self.request)
+        for source in sources:
+            if self.request.whole_of:
+                require_boxes(source.targets)
+            if isinstance(source.entry, ListedTree):
+                source.locate(source.entry)
+
+    def fetch(self, sources: Sequence[Source]) -> dict[str, Any]:
+        """Read the arrays, put them on their devices and hand them to the caller's functions, batch by batch."""
+        request = self.request
         arrays: dict[str, Any] = {}
-        with metered(self.request.progress, total, "loading") as meter:
-            for number, source in enumerate(sources, 1):
-                is_last = number == len(sources)
-                self._fetch_and_assemble(source, arrays, meter, f"{saves} {number}", is_last=is_last)
+        for source in sources:
+            if request.sha256 is not None:
+                with reading(source.found):
+                    check_sha256(source.found, source.entry, request.sha256(source.entry), request.threads)
+        saves = " ".join(source.entry.save_id for source in sources)
+        size = request.batch or max(1, *(len(source.targets) for source in sources))
+        batches = [
+            (source, source.targets[start : start + size])
+            for source in sources
+            for start in range(0, len(source.targets) or 1, size)
+        ]
+        with nullcontext(SILENT) if request.progress is None else self.metered(sources) as meter:
+            for number, (source, batch) in enumerate(batches):
+                assembled, others = self.read(source, batch, meter)
+                is_last = number == len(batches) - 1
+                if self.hosts and (is_last or request.broadcast):  # a broadcast needs all processes
+                    _agree(self.hosts, f"{saves} {number}", is_last=is_last)
+                with gc_paused():
+                    assembled |= assemble(others)
+                self.finish(batch, assembled, arrays)
         return arrays
 
-    def _owned(self, sources: Sequence[_Source], names: Mapping[str, None]) -> list[Collection[str]]:
-        """Return the names of the leaves that each checkpoint gives. Refuse leaves that several of them could give."""
-        if len(sources) == 1:
-            return [names]
-        holders: dict[str, list[_Source]] = {name: [] for name in names}
-        for source in sources:
-            functions = set(source.contents.functions)  # left to the code: no checkpoint holds them
-            for name in source.contents.names:
-                if name in names and name not in functions:
-                    holders[name].append(source)
-        several = {
-            n: held for n, held in holders.items() if len(held) > 1 and (self.like is None or n in self.like)
-        }
-        _require_whole_stacks(several)
-        problems = [
-            f"leaf {name!r} is in {' and in '.join(source.found.path for source in held)}"
-            for name, held in several.items()
-        ]
-        if problems and self.request.duplicates is None:
-            advice = 'duplicates="last" takes each from the last checkpoint that has it'
-            raise MismatchError(problems, "several checkpoints hold the same leaves", advice)
-        return [{name for name, held in holders.items() if held and held[-1] is source} for source in sources]
+    def metered(self, sources: Sequence[Source]) -> AbstractContextManager[Meter]:
+        is_told = is_wanted(self.request.progress)
+        total = sum(source.nbytes() for source in sources) if is_told else 0
+        return metered(self.request.progress, total, "loading")
 
-    def _require_trees(self, sources: Sequence[_Source], contents: Contents) -> None:
-        """Refuse a checkpoint that is one array, without a name, beside checkpoints of trees."""
-        if self.request.partial or self.request.keys is not None or len(contents.names) == 1:
-            return
-        bare = [source.found.path for source in sources if BARE_LEAF in source.contents.names]
-        if bare:
-            raise StructureError(
-                f"{bare[0]} holds a single array, which has no name and cannot be merged with the trees of other "
-                'checkpoints; pass rename={"%": "name"} to name it, or load it alone'
-            )
-
-    def _fetch_and_assemble(
-        self, source: _Source, arrays: dict[str, Any], meter: Meter, step: str, *, is_last: bool
-    ) -> None:
-        """Read the targets of a source into `arrays` and hand them to the caller's functions, batch by batch. The
-        processes agree on the `step`; with the last source they end their work together."""
-        found, entry, targets = source.found, source.entry, source.targets
-        threads = self.request.threads or found.store.read_threads
-        if self.request.sha256 is not None:
-            with reading(found):
-                check_sha256(found, entry, self.request.sha256(entry), threads)
-        end = max(1, len(targets))
-        size = self.request.batch or end
-        for start in range(0, end, size):
-            batch = targets[start : start + size]
-            streamed, others = self._split(batch)
-            assembled: dict[str, Any] = {}
-            with reading(found):
-                if streamed:
-                    assembled = stream(
-                        found, entry, streamed, threads, verify=self.request.verify, meter=meter
-                    )
-                read(
-                    found,
-                    entry,
-                    others,
-                    threads,
-                    verify=self.request.verify,
-                    mmap=self.request.mmap,
-                    meter=meter,
-                )
-                if source.contents.computed:
-                    read_computed(source.contents.computed, others, threads, meter)
-            change_shapes(others)
-            ends = is_last and start + size >= end
-            if ends or self.request.broadcast:  # a broadcast needs all processes
-                _agree(self.hosts, f"{step} {start}", is_last=ends)
-            with gc_paused():
-                assembled |= assemble(others)
-            self._finish(batch, assembled, arrays)
-
-    def _split(self, targets: list[LeafTarget]) -> tuple[list[LeafTarget], list[LeafTarget]]:
-        """Split targets into those to stream to accelerators and the others, which are read into host memory first.
+    def read(
+        self, source: Source, batch: list[LeafTarget], meter: Meter
+    ) -> tuple[dict[str, Any], list[LeafTarget]]:
+        """Read a batch. Return the arrays that were streamed to accelerators, and the targets in host memory.
 
         A broadcast streams nothing: all processes have to read all of a batch before the first array of it moves.
         """
-        if self.request.broadcast:
-            return [], targets
-        streamed = [target for target in targets if _can_be_streamed(target)]
-        if not is_worth_streaming(streamed):
-            return [], targets
-        return streamed, [target for target in targets if not _can_be_streamed(target)]
+        request, found, entry = self.request, source.found, source.entry
+        threads = request.threads or found.store.read_threads
+        assembled: dict[str, Any] = {}
+        streamed, others = ([], batch) if request.broadcast else streamable(batch)
+        with reading(found):
+            if streamed:
+                assembled = stream(found, entry, streamed, threads, verify=request.verify, meter=meter)
+            read(found, entry, others, threads, verify=request.verify, mmap=request.mmap, meter=meter)
+            if source.contents.computed:
+                read_computed(source.contents.computed, others, threads, meter)
+        if request.resize is not None or request.reshape:
+            change_shapes(others)
+        return assembled, others
 
-    def _finish(self, batch: list[LeafTarget], assembled: dict[str, Any], arrays: dict[str, Any]) -> None:
+    def finish(self, batch: list[LeafTarget], assembled: dict[str, Any], arrays: dict[str, Any]) -> None:
         """Move the assembled arrays of a batch to `arrays`, through the caller's functions."""
         callback = self.request.callback
         arrived(list(assembled.values()))  # the caller's functions may run programs, see `Transfer`
@@ -614,131 +477,27 @@ class _Load:
             arrays[target.name] = leaf if target.like_scalar is None else as_scalar(leaf, target.like_scalar)
             target.arrays = ()  # memory that the caller's functions release is freed at once
 
-
-def _below(sources: Sequence[_Source], root: str) -> list[_Source]:
-    """Take what lies below `root` for each checkpoint. One of several may have nothing there."""
-    if not any(has_root(source.contents, root) for source in sources):
-        below(sources[0].contents, root)  # raises, with a hint
-    return [
-        replace(s, contents=below(s.contents, root) if has_root(s.contents, root) else NOTHING)
-        for s in sources
-    ]
-
-
-def _renamed(sources: Sequence[_Source], rules: Sequence[Rule]) -> list[_Source]:
-    """Apply the rules to the leaves of each checkpoint, and warn of rules that match a leaf of none."""
-    changed = [_renamed_one(source, rules, is_alone=len(sources) == 1) for source in sources]
-    unused = [result.unused_rules for _, result in changed]
-    if idle := [text for line, text in unused[0].items() if all(line in lines for lines in unused)]:
-        logger.warning("rename= rules that match no leaf: %s", few(idle))
-    return [
-        replace(source, contents=contents, dropped=result.left_out)
-        for source, (contents, result) in zip(sources, changed, strict=True)
-    ]
-
-
-def _renamed_one(source: _Source, rules: Sequence[Rule], *, is_alone: bool) -> tuple[Contents, Renamed]:
-    """Apply the rules to the leaves of a checkpoint. An error names the checkpoint if it is one of several."""
-    assert source.reader
-    try:
-        return renamed(source.contents, rules, source.reader)
-    except MismatchError as error:
-        if is_alone:
-            raise
-        stacks = _MERGE_FIRST if any(rule.stack for rule in rules) else ""
-        raise MismatchError(error.problems, f"rename, {source.found.path}", stacks) from error
-
-
-def _spelled_alike(sources: Sequence[_Source], like: Mapping[str, Any] | None) -> list[_Source]:
-    """Spell the names of leaves as `like` does, or as the first checkpoint that has them."""
-    some = [source.contents for source in sources]
-    alike = spelled_alike(some) if like is None else [named_like(contents, like) for contents in some]
-    return [replace(source, contents=contents) for source, contents in zip(sources, alike, strict=True)]
-
-
-def _require_whole_stacks(several: Mapping[str, Sequence[_Source]]) -> None:
-    """Refuse a leaf that rules stack of the leaves of the last checkpoint, and that has another shape in one before.
-
-    A stack of some layers would replace a stack of all.
-    """
-    problems = [
-        f"leaf {name!r} is made of {' and of '.join(_parts_of(name, source) for source in held)}"
-        for name, held in several.items()
-        if isinstance(held[-1].contents.computed.get(name), Stacked)
-        and len({source.contents.arrays[name].shape for source in held if name in source.contents.arrays}) > 1
-    ]
-    if problems:
-        raise MismatchError(problems, "rename= stacks the leaves of each checkpoint alone", _MERGE_FIRST)
-
-
-def _parts_of(name: str, source: _Source) -> str:
-    """Name the stored leaves that a leaf is made of, and their checkpoint."""
-    array = source.contents.computed.get(name)
-    names = [name] if array is None else [leaf.name for leaf in stored_leaves(array)]
-    return f"{few([*map(repr, names)])} in {source.found.path}"
-
-
-def _located(source: _Source) -> _Source:
-    """Read where the boxes of the targets are, if several processes wrote the tree: each has recorded its own."""
-    found, entry, targets = source.found, source.entry, source.targets
-    if found.is_part:
-        require_boxes(targets)
-    if not isinstance(entry, ListedTree):
-        return source
-    listed = {target.entry.stored_name: target for target in targets if isinstance(target.entry, ListedLeaf)}
-    with reading(found):
-        tree = entry.locate({name: target.regions for name, target in listed.items()})
-    for name, target in listed.items():
-        target.entry = tree.leaves[name]
-    return replace(source, entry=tree)
-
-
-def _nbytes(source: _Source) -> int:
-    computed = nbytes_computed(source.contents.computed, source.targets)
-    return nbytes_read(source.entry, source.targets) + computed
-
-
-def _can_be_streamed(target: LeafTarget) -> bool:
-    """Tell whether a target goes to an accelerator as it is stored, without the functions of the caller between."""
-    if target.as_numpy or not target.is_stored:
-        return False
-    is_as_stored = target.new_shape is None and target.read_sharding is None
-    return is_as_stored and accelerator_of(target) is not None
-
-
-def _rebuild(loaded: _Loaded, request: Request) -> Any:
-    """Return the loaded leaves in the structure of `like`, flat by name for `keys`, or in the recorded structure."""
-    selection, arrays = loaded.selection, loaded.arrays
-    with gc_paused():
+    def rebuild(self, contents: Contents, selection: Selection, arrays: dict[str, Any]) -> Any:
+        """Return the leaves in the structure of `like`, flat by name for `keys`, or in the recorded structure."""
+        request = self.request
+        if self.expected is not self.like:
+            arrays = completed(arrays, self.like or {})
         leaves = {**arrays, **selection.values}
         if request.like is not None:
             leaves |= {**selection.kept, **selection.code}
             return unflatten_like(request.like, leaves, in_place=request.in_place)
         if request.keys is not None:
-            return {name: leaves[name] for name in loaded.contents.names if name in leaves}
-        stored = loaded.contents.stored_names
+            return {name: leaves[name] for name in contents.names if name in leaves}
+        stored = contents.stored_names
         leaves = {stored[name]: leaf for name, leaf in leaves.items()} if stored else leaves
-        return unflatten(loaded.contents.structure, leaves)
+        return unflatten(parse_structure(contents.raw_structure), leaves)
 
 
-def _report(loaded: _Loaded) -> LoadReport:
-    selection = loaded.selection
-    return LoadReport(
-        loaded=(*(target.name for target in selection.targets), *selection.values),
-        kept=tuple(selection.kept),
-        left_out=(*selection.left_out, *loaded.dropped),
-        resized=tuple(target.name for target in selection.targets if target.resize),
-        code=tuple(selection.code),
-    )
-
-
-def _require_classes(contents: Contents, request: Request) -> None:
+def _require_classes(contents: Contents, selection: Selection) -> None:
     """Refuse a structure that cannot be rebuilt before its data is read: without a structure, a class or a function."""
-    if request.like is not None or request.keys is not None:
-        return
     if contents.has_structure(UNREADABLE) and UNREADABLE in (structure := contents.structure):
         raise StructureError(structure[UNREADABLE])
-    if functions := contents.functions:
+    if functions := [name for name, value in selection.values.items() if isinstance(value, LeftToCode)]:
         raise StructureError(
             f"leaves are functions, which a checkpoint leaves to the code: {few(functions)}; pass like= with a tree "
             "that has them, or keys= for the other leaves"
@@ -746,21 +505,6 @@ def _require_classes(contents: Contents, request: Request) -> None:
     if contents.has_structure("namedtuple", "dataclass", "node"):
         names = contents.stored_names.values() or contents.names
         unflatten(contents.structure, dict.fromkeys(names))
-
-
-# ------------------------------------------------------------------------------------ several processes
-
-
-@contextmanager
-def _processes(request: Request, like: Mapping[str, Any] | None) -> Iterator[Hosts]:
-    """Yield the processes whose devices the leaves go to, and tell the others if this one fails."""
-    members = processes_of(request.placement, like)
-    hosts = _hosts.current("loads", members, request.timeout) if members else _hosts.Hosts()
-    try:
-        yield hosts
-    except BaseException as error:
-        hosts.fail(error)
-        raise
 
 
 def _agree(hosts: Hosts, step: str, *, is_last: bool) -> None:

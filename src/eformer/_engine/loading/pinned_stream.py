@@ -13,17 +13,17 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import accumulate
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from eformer._engine.loading.assemble import assemble
 from eformer._engine.loading.device_put import PutShards, Transfer, default_device, wait_for
 from eformer._engine.loading.fetch import aligned
-from eformer._engine.loading.large_leaves import LargeLeaf
+from eformer._engine.loading.large_leaves import LargeLeaf, Part
 from eformer._engine.loading.placement import accelerator_of
-from eformer._engine.loading.read import Reading
-from eformer._engine.loading.read_plan import packed_nbytes
+from eformer._engine.loading.read import Reading, require_unwritten
+from eformer._engine.loading.read_plan import packed_nbytes, plan_reads
 from eformer._engine.loading.slot_split import Split, splits_of
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.tasks.pool import run_all
@@ -50,9 +50,18 @@ _WORTH_IT = 16 * 2**20
 _kept: list[Any] = []  # memory of slots that a device may still copy from, because of an error
 
 
-def is_worth_streaming(targets: Iterable[LeafTarget]) -> bool:
-    """Tell whether the targets are large enough for the cost of locking memory."""
-    return any(total >= _WORTH_IT for total in accumulate(map(nbytes_of, targets), initial=0))
+def streamable(targets: list[LeafTarget]) -> tuple[list[LeafTarget], list[LeafTarget]]:
+    """Split targets into those to stream to accelerators and the others, which are read into host memory first.
+
+    A leaf can be streamed as it is stored, without the functions of the caller between. All of them together have to be
+    large enough for the cost of locking memory.
+    """
+    as_stored = (t for t in targets if t.is_stored and t.new_shape is None and t.read_sharding is None)
+    streamed = [target for target in as_stored if accelerator_of(target) is not None]
+    if not streamed or all(total < _WORTH_IT for total in accumulate(map(nbytes_of, streamed))):
+        return [], targets
+    names = {target.name for target in streamed}
+    return streamed, [target for target in targets if target.name not in names]
 
 
 def stream(
@@ -67,35 +76,17 @@ def stream(
     """Read the targets and return their arrays by name. All of them are on their devices when this returns."""
     with ExitStack() as stack:
         reading = Reading(found, tree, verify=verify, meter=meter)
-        stack.callback(reading.close)
+        stack.callback(reading.files.close)
         stream = _Stream(targets, tree, stack)
         threads = max(2, threads * 7 // 8)  # leaves the others to the transfers
         run_all(stream.tasks(reading), threads, stream.give_up)
-        reading.require_unwritten()
+        require_unwritten(tree, reading.files)
         wait_for(list(stream.loaded.values()))  # before the slots are unlocked
     return stream.loaded
 
 
-class Batch(Protocol):
-    """What passes through a slot at once: `targets` to read, and what to do when they have been read.
-
-    is_claimed   whether the space that they take was claimed before
-    """
-
-    is_claimed: bool
-
-    @property
-    def targets(self) -> Sequence[LeafTarget]: ...
-
-    def move(self, memory: np.ndarray[Any, Any]) -> Transfer:
-        """Begin to move the targets from the memory of their slot to their devices. The memory is free when the arrays
-        of the result are ready."""
-
-
 class _Leaves:
     """Whole leaves that fit into one slot, or a leaf with memory of its own."""
-
-    is_claimed = False
 
     def __init__(
         self, targets: list[LeafTarget], loaded: dict[str, Any], put: PutShards, split: Split | None = None
@@ -103,6 +94,7 @@ class _Leaves:
         self.targets, self.loaded, self.put, self.split = targets, loaded, put, split
 
     def move(self, memory: np.ndarray[Any, Any]) -> Transfer:
+        """Begin to move the leaves to their devices. The memory is free when the arrays of the result are ready."""
         sent = self.split.send(memory) if self.split else None
         arrays = assemble(self.targets if sent is None else sent.others, self.put)
         for target in self.targets:
@@ -139,13 +131,17 @@ class _Stream:
         Waiting for a slot cannot deadlock: all reads into the other slots are under way in other threads.
         """
         for batch in self.batches(reading):
-            plan = reading.plan(batch.targets, _READ_BYTES, is_packed=True)  # while other batches are read
+            # While other batches are read.
+            reads = plan_reads(batch.targets, self.tree, _READ_BYTES, is_packed=True)
             slot = self.slots.get()
             if slot is None:
                 return
             yield from self.rest_of(slot)
             arrive = partial(self.arrive, batch, slot)
-            yield from reading.tasks(plan, memory=slot.memory, end=arrive, is_claimed=batch.is_claimed)
+            is_claimed = isinstance(batch, Part)
+            yield from reading.tasks(
+                batch.targets, reads, memory=slot.memory, end=arrive, is_claimed=is_claimed
+            )
         for _ in range(self.count):
             slot = self.slots.get()
             if slot is None:
@@ -162,7 +158,7 @@ class _Stream:
         if transfer.then:
             yield partial(self.finish, transfer)
 
-    def batches(self, reading: Reading) -> Iterator[Batch]:
+    def batches(self, reading: Reading) -> Iterator[_Leaves | Part]:
         large = [
             (target, LargeLeaf.of(target, self.default, _SLOT_BYTES, self.tree, self.loaded, x64=self.x64))
             for target in self.large
@@ -180,7 +176,7 @@ class _Stream:
         """Wake the thread that waits for a slot, and end the stream."""
         self.slots.put(None)
 
-    def arrive(self, batch: Batch, slot: _Slot) -> None:
+    def arrive(self, batch: _Leaves | Part, slot: _Slot) -> None:
         """Begin to move the targets, which have been read, to their devices, and hand the slot on."""
         slot.lock()
         # One at a time: each start of a transfer needs the interpreter lock, and many would only wait for each other.

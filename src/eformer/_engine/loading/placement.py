@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -54,15 +54,17 @@ def place_targets(targets: Sequence[LeafTarget], contents: Contents, request: Re
     if any(argument is not None for argument in arguments):
         _follow_request(targets, contents, request)
     x64 = _config.jax_enable_x64
-    _keep_on_host([t for t in targets if not t.as_numpy and not jax_holds(t.dtype, x64)])
-    if request.like is None:  # which decides about memory, too
-        _keep_memory([t for t in targets if t.entry.sharding is not None and t.sharding is None])
+    if too_wide := [t for t in targets if not t.as_numpy and not jax_holds(t.dtype, x64)]:
+        _keep_on_host(too_wide)
     for target in targets:
+        recorded = target.entry.sharding if target.sharding is None else None
+        if recorded and recorded.memory_kind and request.like is None:  # which decides about memory, too
+            _keep_memory(target, recorded.memory_kind)
         if target.sharding is not None and not target.as_numpy and target.new_shape is None:
             if request.broadcast and not target.entry.key:
                 dtype = dtype_from_name(target.dtype)
                 target.read_sharding = _disjoint(target.sharding, target.entry.shape, dtype)
-            elif request.as_saved:
+            elif request.whole_of:
                 target.read_sharding = _as_saved(target)
             _assign_boxes(target)
 
@@ -89,13 +91,11 @@ def _as_placeable(target: LeafTarget, *, keep_memory: bool) -> PlaceableLeaf:
     return PlaceableLeaf(target.shape, target.sharding, recorded, target.as_numpy, is_host_only)
 
 
-def _keep_memory(targets: Sequence[LeafTarget]) -> None:
-    """Put leaves that no argument places into the memory of the default device that they were saved from."""
+def _keep_memory(target: LeafTarget, kind: str) -> None:
+    """Put a leaf that no argument places into the memory of the default device that it was saved from."""
     device = default_device(_config.jax_default_device)
-    for target in targets:
-        kind = target.entry.sharding.memory_kind if target.entry.sharding else None
-        if kind and has_memory([device], kind):
-            target.sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+    if has_memory([device], kind):
+        target.sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
 
 
 class Boxes(msgspec.Struct, frozen=True):
@@ -179,7 +179,7 @@ def on_current_mesh(placement: PlacementRequest, like: Mapping[str, Any] | None)
     is_shared = any(device.process_index != jax.process_index() for device in mesh.devices.flat)
     if is_shared and not _needs_mesh(placement, like):
         return placement
-    return dataclasses.replace(placement, mesh=mesh, is_current_mesh=True)
+    return replace(placement, mesh=mesh, is_current_mesh=True)
 
 
 def current_mesh() -> jax.sharding.Mesh | None:
@@ -208,6 +208,8 @@ def _needs_mesh(placement: PlacementRequest, like: Mapping[str, Any] | None) -> 
 
 def processes_of(placement: PlacementRequest, like: Mapping[str, Any] | None) -> set[int]:
     """Return the processes whose devices a request names; empty unless this process and others are among them."""
+    if placement.shardings is None and placement.mesh is None and not like:
+        return set()
     shardings = {id(sharding): sharding for sharding in _requested(placement, like)}
     if not shardings:
         return set()
@@ -296,12 +298,11 @@ def _keep_on_host(targets: Sequence[LeafTarget]) -> None:
     refuse_on_devices((t.name, t.dtype, t.entry.shape) for t in targets if t.is_explicit)
     for target in targets:
         target.as_numpy = True
-    if targets:
-        logger.warning(
-            "%d leaves are returned as numpy arrays, because JAX would change them (64 bits need jax_enable_x64); "
-            "the first is %r, %s",
-            len(targets), targets[0].name, targets[0].dtype,
-        )  # fmt: skip
+    logger.warning(
+        "%d leaves are returned as numpy arrays, because JAX would change them (64 bits need jax_enable_x64); "
+        "the first is %r, %s",
+        len(targets), targets[0].name, targets[0].dtype,
+    )  # fmt: skip
 
 
 def refuse_on_devices(leaves: Iterable[tuple[str, str, tuple[int, ...]]]) -> None:

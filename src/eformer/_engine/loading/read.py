@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import closing
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from eformer._engine.loading.fetch import check, prepare, raise_damage, together
-from eformer._engine.loading.mapped import MappedFiles
 from eformer._engine.loading.read_plan import plan_reads
-from eformer._engine.record.pieces import ALIGNMENT
-from eformer._engine.record.regions import Region
+from eformer._engine.record.check import is_whole
+from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.pieces import ALIGNMENT, offset_within
 from eformer._engine.tasks.pool import in_turn, run_all
 from eformer._engine.tasks.progress import SILENT, Meter
 from eformer.errors import CorruptionError, FormatError
@@ -17,13 +20,14 @@ from eformer.errors import CorruptionError, FormatError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    import numpy as np
-
     from eformer._engine.formats.found import Found
     from eformer._engine.loading.read_plan import Read
     from eformer._engine.loading.select import LeafTarget
     from eformer._engine.record.manifest import TreeEntry
+    from eformer._engine.record.regions import Region
     from eformer._engine.stores.base import Files
+
+Array = np.ndarray[Any, Any]
 
 _LARGE_FILE = 2**20
 _MANY = 8  # files, from which on threads are worth their start
@@ -48,25 +52,17 @@ def read(
     """Read the stored arrays of targets into host memory; with `mmap` map those that can be mapped instead."""
     targets = [target for target in targets if target.is_stored]
     reading = Reading(found, tree, verify=verify, meter=meter)
-    try:
+    with closing(reading.files) as files:
         if mmap:
             targets = reading.map(targets, threads)
-        run_all(reading.tasks(reading.plan(targets)), threads)
-        reading.require_unwritten()
-    finally:
-        reading.close()
-
-
-class Plan(NamedTuple):
-    """The reads for some targets."""
-
-    targets: Sequence[LeafTarget]
-    reads: Sequence[Read]
+        reads = plan_reads(targets, tree, found.store.read_bytes)
+        run_all(reading.tasks(targets, reads), threads)
+        require_unwritten(tree, files)
 
 
 class Reading:
-    """Read targets of one tree, in several steps: `map`, or `plan` and `tasks`, for some of them, `require_unwritten`,
-    `close`."""
+    """Read targets of one tree, in several steps: `map`, or `tasks`, for some of them, `require_unwritten`;
+    then close the `files`."""
 
     def __init__(self, found: Found, tree: TreeEntry, *, verify: bool, meter: Meter = SILENT) -> None:
         self.tree, self.verify, self.meter = tree, verify, meter
@@ -74,20 +70,12 @@ class Reading:
         self.threads = found.store.read_threads
         self.claimed = [0] * len(tree.files)
 
-    def close(self) -> None:
-        self.files.close()
-
-    def require_unwritten(self) -> None:
-        """Raise if a file was written to while it was read, and has no digests that would have shown it."""
-        if not self.tree.has_digests and (name := self.files.rewritten()):
-            raise FileNotFoundError(f"{name} was written to while it was being read")
-
     def map(self, targets: Sequence[LeafTarget], threads: int) -> Sequence[LeafTarget]:
         """Map the targets that lie in their files as they are wanted; return the others, which have to be read."""
-        mapped, others, wants = MappedFiles(self.tree, self.files), [], []
+        others, wants = [], []
+        memory_of = cache(self.files.map)  # None for a file system that cannot map
         for target in targets:
-            # XLA aliases aligned memory only, and copies anything else, which is slower than reading it.
-            arrays = mapped.arrays(target, 1 if target.as_numpy else ALIGNMENT)
+            arrays = _mapped(target, self.tree, memory_of)
             if arrays is None:
                 others.append(target)
             else:
@@ -98,33 +86,26 @@ class Reading:
             check(wants, self.tree, self.files, threads, on_damage, self.meter)
         return others
 
-    def plan(
-        self, targets: Sequence[LeafTarget], read_bytes: int | None = None, *, is_packed: bool = False
-    ) -> Plan:
-        """Plan reads of about `read_bytes` each, or as many as suit the store. Arrays that `is_packed` lie in memory
-        one after the other."""
-        size = read_bytes or self.store.read_bytes
-        return Plan(targets, plan_reads(targets, self.tree, size, is_packed=is_packed))
-
     def tasks(
         self,
-        plan: Plan,
+        targets: Sequence[LeafTarget],
+        reads: Sequence[Read],
         *,
-        memory: np.ndarray[Any, Any] | None = None,
+        memory: Array | None = None,
         end: Callable[[], None] | None = None,
         is_claimed: bool = False,
     ) -> list[Callable[[], None]]:
-        """Return tasks that read what was planned; the last one to finish calls `end`.
+        """Return tasks that carry out the reads of some targets; the last one to finish calls `end`.
 
         Large arrays are taken from `memory` while it lasts. Parts of a leaf that was claimed before need not be.
         """
-        needed = {read.file for read in plan.reads}
+        needed = {read.file for read in reads}
         self.files.hold(needed)
         if not is_claimed:
-            self.require_space([(read.file, read.nbytes) for read in plan.reads])
-        _require_length(self.tree, plan.targets, needed, self.files, self.threads)
+            self.require_space([(read.file, read.nbytes) for read in reads])
+        _require_length(self.tree, targets, needed, self.files, self.threads)
         fetching = prepare(
-            plan.targets,
+            targets,
             self.tree,
             self.files,
             verify=self.verify,
@@ -134,12 +115,12 @@ class Reading:
         )
 
         def hand_over() -> None:
-            for target, arrays in zip(plan.targets, fetching.arrays, strict=True):
+            for target, arrays in zip(targets, fetching.arrays, strict=True):
                 target.arrays = arrays
             if end:
                 end()
 
-        groups = together(plan.reads, self.threads)
+        groups = together(reads, self.threads)
         return in_turn([partial(fetching.carry_out, some) for some in groups], hand_over)
 
     def claim(self, target: LeafTarget) -> None:
@@ -157,12 +138,18 @@ class Reading:
                 )
 
 
+def require_unwritten(tree: TreeEntry, files: Files) -> None:
+    """Raise if a file was written to while it was read, and has no digests that would have shown it."""
+    if not tree.has_digests and (name := files.rewritten()):
+        raise FileNotFoundError(f"{name} was written to while it was being read")
+
+
 def require_boxes(targets: Iterable[LeafTarget]) -> None:
     """Refuse targets of which a wanted box is not stored: nothing would be read into it."""
     for target in targets:
         entry = target.entry
         stored = [entry.region_of(extent) for extent in entry.extents]
-        for box in [Region.whole(entry.shape)] if target.regions is None else target.regions:
+        for box in target.wanted:
             there = sum(overlap.size for other in stored if (overlap := box.overlap(other)))
             if target.is_stored and there != box.size:
                 raise FormatError(
@@ -180,6 +167,8 @@ def _require_length(
         lengths[number] = files.nbytes(number)
 
     large = [number for number in needed if lengths[number] > _LARGE_FILE and not tree.is_database]
+    if not large:
+        return
     run_all([partial(look, number) for number in large], threads if len(large) >= _MANY else 1)
     if all(length >= file.nbytes for length, file in zip(lengths, tree.files, strict=True)):
         return
@@ -193,3 +182,47 @@ def _require_length(
                     f"{lengths[extent.file]} bytes, the leaf after {stop}; restore the file from a copy, or load "
                     "an older checkpoint"
                 )
+
+
+# ------------------------------------------------------------------------------------------ mapped files
+
+
+def _mapped(
+    target: LeafTarget, tree: TreeEntry, memory_of: Callable[[int], Array | None]
+) -> list[Array] | None:
+    """Return the arrays of the wanted boxes of a target, without reading them.
+
+    Returns None if one of them does not lie in a file unchanged, and aligned as XLA needs it: XLA aliases aligned
+    memory only, and copies anything else, which is slower than reading it.
+    """
+    found: list[Array] = []
+    if target.dtype != target.entry.dtype:
+        return None
+    for region in target.wanted:
+        array = _mapped_box(target, region, tree, memory_of)
+        if array is None:
+            return None
+        found.append(array)
+    return found
+
+
+def _mapped_box(
+    target: LeafTarget, region: Region, tree: TreeEntry, memory_of: Callable[[int], Array | None]
+) -> Array | None:
+    entry, dtype = target.entry, dtype_from_name(target.entry.dtype)
+    alignment = max(1 if target.as_numpy else ALIGNMENT, dtype.alignment)
+    for extent in entry.extents:
+        before = offset_within(region, entry.region_of(extent))
+        if before is None or not region.size or is_whole(entry, extent):
+            continue
+        start = tree.files[extent.file].header_nbytes + extent.offset + before * dtype.itemsize
+        memory = memory_of(extent.file)
+        if memory is None or start % alignment:
+            return None
+        if start + region.size * dtype.itemsize > len(memory):
+            raise CorruptionError(
+                f"leaf {target.name!r}: {tree.path_of(extent.file)} was cut short: it ends after {len(memory)} "
+                "bytes; restore the file from a copy, or load an older checkpoint"
+            )
+        return np.ndarray(region.shape, dtype, memory, start)
+    return None

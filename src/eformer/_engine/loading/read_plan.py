@@ -44,6 +44,11 @@ class Want(Struct, gc=False):
     dtype: str
     regions: Sequence[Region] | None = None
 
+    @property
+    def wanted(self) -> Sequence[Region]:
+        """Return the wanted boxes, as a list for the whole leaf as well."""
+        return [Region.whole(self.entry.shape)] if self.regions is None else self.regions
+
 
 class StoredPiece(Struct, frozen=True, gc=False):
     """A piece of a leaf as it lies in a file.
@@ -164,7 +169,7 @@ def _stored_pieces(index: int, want: Want, extent: Extent, start: int, block: in
     entry = want.entry
     box = entry.region_of(extent)
     itemsize = dtype_from_name(entry.dtype).itemsize
-    regions = [Region.whole(entry.shape)] if want.regions is None else want.regions
+    regions = want.wanted
     if is_whole(entry, extent):
         if any(box.overlap(region) for region in regions):
             yield StoredPiece(extent.file, start, extent.nbytes, index, extent.digests, box, -1)

@@ -1,4 +1,4 @@
-"""The arguments of a load, as records that every step reads and none changes."""
+"""The arguments of a load, as records that every step reads and none changes; and the report of its result."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from eformer._engine.formats.quantized import check_dequant
 from eformer._engine.record.dtypes import floating_dtype
+from eformer._engine.record.text import count, few, glance
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
 
+    from eformer._engine.formats.found import Found
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.rename import Rule
     from eformer._engine.stores.cache import Cached
@@ -64,7 +66,8 @@ class Request:
     sha256         function that returns the recorded SHA-256 of leaves, which are checked before the load
     transient      names of parts of `like` that start anew by themselves: leaves may be left out there, or stay
     is_list        several checkpoints are loaded as one
-    as_saved       read leaves with the sharding that they were saved with, then move them between the devices
+    whole_of       function that makes of the checkpoint, a process's own part, the tree that it was cut from. Leaves
+                   are read with the sharding that they were saved with, then moved between the devices
     """
 
     like: Any = None
@@ -95,25 +98,27 @@ class Request:
     sha256: Callable[[TreeEntry], Mapping[str, str]] | None = None
     transient: tuple[str, ...] = ()
     is_list: bool = False
-    as_saved: bool = False
+    whole_of: Callable[[Found], Found] | None = None
 
     def __post_init__(self) -> None:
         if self.batch is not None and self.batch <= 0:
             raise ValueError(
                 f"a batch of {self.batch} arrays: batch must be positive, or None for all at once"
             )
-        check_dequant(self.dequant)
+        if self.dequant is not None:
+            check_dequant(self.dequant)
         if self.duplicates not in (None, "last"):
             raise ValueError(f"duplicates={self.duplicates!r}: expected 'last', or None, which refuses them")
-        if self.like is None:
-            self._require_none_that_needs_like()
+        if self.like is None and (self.partial or self.resize is not None or self.dtype is not None):
+            self._refuse_without_like()
 
-    def _require_none_that_needs_like(self) -> None:
+    def _refuse_without_like(self) -> None:
         needy = {"partial": self.partial, "resize": self.resize is not None, 'dtype="like"': self.casts_like}
-        if alone := [name for name, is_given in needy.items() if is_given]:
-            needs = "needs" if len(alone) == 1 else "need"
-            trees = "template=, which says" if self.is_template else "like= or into=, which say"
-            raise ValueError(f"{' and '.join(alone)} {needs} {trees} what the tree should be")
+        if not (alone := [name for name, is_given in needy.items() if is_given]):
+            return
+        needs = "needs" if len(alone) == 1 else "need"
+        trees = "template=, which says" if self.is_template else "like= or into=, which say"
+        raise ValueError(f"{' and '.join(alone)} {needs} {trees} what the tree should be")
 
     @property
     def is_template(self) -> bool:
@@ -134,3 +139,34 @@ class Request:
     def cast(self) -> str | None:
         """Return the name of the dtype that all floating leaves are cast to; None if there is no such dtype."""
         return None if self.dtype is None or self.casts_like else floating_dtype(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """List the leaves of a load by name, and where each came from.
+
+    loaded      leaves from the checkpoint
+    kept        leaves that the checkpoint lacks, and that are those of `like`
+    left_out    leaves of the checkpoint that `like` lacks, or that a rule leaves out
+    resized     loaded leaves that `resize` brought to the shape in `like`
+    code        functions, which a checkpoint does not hold, and that are those of `like`
+    """
+
+    loaded: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    resized: tuple[str, ...] = ()
+    code: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return glance(str(self))
+
+    def __str__(self) -> str:
+        others = {
+            "of them resized": self.resized,
+            "kept as they were": self.kept,
+            "of the checkpoint left out": self.left_out,
+            "left to the code": self.code,
+        }
+        loaded = f"{count(len(self.loaded), 'leaf', 'leaves')} loaded"
+        return ", ".join([loaded, *(f"{len(n)} {what} ({few(n)})" for what, n in others.items() if n)])

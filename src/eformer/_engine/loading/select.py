@@ -17,13 +17,13 @@ import numpy as np
 from jax.sharding import Sharding
 
 from eformer._engine.loading.read_plan import Want
+from eformer._engine.loading.request import LoadReport
 from eformer._engine.loading.rules import PartitionSpec
-from eformer._engine.loading.scalars import as_array, fitted, is_scalar, kind_of, kind_of_dtype
-from eformer._engine.record.dtypes import is_floating
+from eformer._engine.record.dtypes import DTYPES, is_floating
 from eformer._engine.record.manifest import LeafEntry
 from eformer._engine.record.names import readable, resolve, split_name, with_nearest
 from eformer._engine.record.text import few
-from eformer._engine.record.values import LeftToCode
+from eformer._engine.record.values import LeftToCode, value_from_json
 from eformer._engine.trees.nodes import is_code
 from eformer._engine.trees.shardings import AnnotatedShape
 from eformer.errors import FormatError, MismatchError
@@ -116,6 +116,16 @@ class Selection:
     code: Mapping[str, Any] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
 
+    def report(self, dropped: Iterable[str]) -> LoadReport:
+        """List the leaves. Rules have `dropped` others before."""
+        return LoadReport(
+            loaded=(*(target.name for target in self.targets), *self.values),
+            kept=tuple(self.kept),
+            left_out=(*self.left_out, *dropped),
+            resized=tuple(target.name for target in self.targets if target.resize),
+            code=tuple(self.code),
+        )
+
 
 def compare(
     contents: Contents, names: Mapping[str, None], request: Request, like: Mapping[str, Any] | None
@@ -124,9 +134,11 @@ def compare(
 
     Raises a MismatchError that lists every difference.
     """
-    values: Mapping[str, Any] = {n: contents.value(n) for n in names if n in contents.raw_values}
+    values: Mapping[str, Any] = {
+        name: value_from_json(raw) for name, raw in contents.raw_values.items() if name in names
+    }
     if like is None:
-        return Selection(_targets(contents, names, {}, _cast_of(request)), values)
+        return Selection(_targets(contents, names, {}, request), values)
     code = {
         name: leaf for name, leaf in like.items() if _is_left_to_code(leaf, values.get(name), name in names)
     }
@@ -140,7 +152,7 @@ def compare(
     problems = list(_other_leaves(lost, refused, names, like, request))
     common, values = _without(names, unexpected), _without(values, unexpected)
     cast = _cast_of(request)
-    targets = _targets(contents, common, like, cast)
+    targets = _targets(contents, common, like, request)
     _change_shapes(targets, like, request)
     problems += _mismatches(targets, values, like, request)
     if problems:
@@ -182,15 +194,16 @@ def _floating_dtype_of(leaf: Any) -> str | None:
 
 
 def _targets(
-    contents: Contents, names: Mapping[str, None], like: Mapping[str, Any], cast: _Cast
+    contents: Contents, names: Mapping[str, None], like: Mapping[str, Any], request: Request
 ) -> list[LeafTarget]:
     """Describe the arrays among the leaves, as they are stored, or in the dtype that they are cast to."""
     entries, computed = contents.arrays, contents.computed
+    cast = None if request.dtype is None else _cast_of(request)
     targets = []
     for name in names:
         if name in entries:
             entry = entries[name]
-            dtype = (cast(like.get(name)) if is_floating(entry.dtype) else None) or entry.dtype
+            dtype = (cast(like.get(name)) if cast and is_floating(entry.dtype) else None) or entry.dtype
             target = LeafTarget(name, entry, dtype, as_numpy=entry.home == "numpy")
             target.is_stored = name not in computed
             if entry.home == "weak":
@@ -432,3 +445,70 @@ def key_dtype(generator: str) -> Any:
         return jax.eval_shape(lambda: jax.random.key(0, impl=generator)).dtype
     except (TypeError, ValueError) as error:
         raise FormatError(f"JAX cannot make PRNG keys of kind {generator[:200]!r}: {error}") from error
+
+
+# -------------------------------------------------------------------------------------------- scalars
+#
+# Plain numbers, numpy scalars and arrays without axes become each other, as `like` has them.
+
+_KINDS = (bool, int, float, complex)  # in this order: a bool is an int, too
+
+
+def kind_of(number: Any) -> type | None:
+    """Return bool, int, float or complex for a number, None for anything else."""
+    if isinstance(number, np.generic):
+        return kind_of_dtype(number.dtype.name)
+    return next((kind for kind in _KINDS if isinstance(number, kind)), None)
+
+
+@lru_cache
+def kind_of_dtype(name: str) -> type | None:
+    """Return the kind of Python number that can hold every element of this dtype; None if no kind can."""
+    kind = type(np.zeros((), DTYPES[name]).item()) if name in DTYPES else None
+    return kind if kind in _KINDS else None
+
+
+def is_scalar(leaf: Any) -> bool:
+    """Tell plain numbers and numpy scalars from arrays, including arrays without axes."""
+    return isinstance(leaf, (*_KINDS, np.generic))
+
+
+def as_array(value: Any, dtype: str, cast: str | None = None) -> np.ndarray[Any, Any] | None:
+    """Convert a number to an array without axes; return None if `dtype` is of another kind or cannot hold the number.
+
+    A numpy scalar must have this dtype already. `cast` is the dtype that floating numbers may be rounded to.
+    """
+    if isinstance(value, np.generic):
+        own = value.dtype.name
+        own = cast if cast and is_floating(own) else own
+        return np.asarray(value).astype(DTYPES[dtype]) if own == dtype else None
+    kind = kind_of(value)
+    if kind is None or kind is not kind_of_dtype(dtype):
+        return None
+    try:
+        with np.errstate(all="ignore"):
+            array = np.array(value, DTYPES[dtype])
+    except OverflowError:
+        return None
+    # Compared as text, because nan is not equal to nan, and -0.0 is equal to 0.0.
+    is_exact = repr(array.item()) == repr(value)
+    return array if is_exact or (kind is float and cast == dtype) else None
+
+
+def as_scalar(array: Any, leaf: Any) -> Any:
+    """Convert an array without axes to a number of the same type as `leaf`; return anything else unchanged."""
+    if not is_scalar(leaf) or not isinstance(array, np.ndarray) or array.shape:
+        return array
+    return array.astype(leaf.dtype)[()] if isinstance(leaf, np.generic) else array.item()
+
+
+def fitted(value: Any, leaf: Any, cast: str | None = None) -> Any:
+    """Convert a stored value to the type of the plain `leaf`; return None if that is of another kind or too small."""
+    if isinstance(leaf, np.generic):
+        array = as_array(value, leaf.dtype.name, cast)
+        return None if array is None else array[()]
+    if (kind := kind_of(leaf)) is None:
+        return value if type(value) is type(leaf) else None
+    if kind_of(value) is not kind:
+        return None
+    return value.item() if isinstance(value, np.generic) else value

@@ -101,9 +101,9 @@ def load_own(path: str, common_id: str, request: Request) -> LoadedTree:
 
     def see(found: Found) -> Found:
         whole = _uncut(found.tree(None), path, common_id)
-        return dataclasses.replace(found, trees={"": whole}, only=None, is_part=True)
+        return dataclasses.replace(found, trees={"": whole}, only=None)
 
-    return load_tree(path, dataclasses.replace(request, as_saved=True), see)
+    return load_tree([path], dataclasses.replace(request, whole_of=see))
 
 
 def _uncut(part: TreeEntry, path: str, common_id: str) -> BoxedTree:

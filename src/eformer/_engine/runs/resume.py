@@ -32,8 +32,7 @@ from eformer.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from eformer._engine.loading.report import LoadReport
-    from eformer._engine.loading.request import Request
+    from eformer._engine.loading.request import LoadReport, Request
     from eformer._engine.record.policies import Keep
     from eformer._engine.runs.near import Near
     from eformer._engine.runs.steps import Step
@@ -193,7 +192,7 @@ class Job:
             if place.epoch and self.near:
                 loaded = self.near.load(place, request)
             else:
-                loaded = load_tree(path_to_step(self.path, place.number), request)
+                loaded = load_tree([path_to_step(self.path, place.number)], request)
         except Exception as raised:  # noqa: BLE001  the others have to hear of it
             error = raised
         with meeting("runs", self.timeout) as hosts:

@@ -196,8 +196,8 @@ class Run:
             agreed.refuse_after(place.number, self.path, skipped)
         self._job.place(data, place, loaded.entry.metadata)  # before anything is put aside: it may fail
         self._go_on(place.number, agreed, skipped)
-        if not return_report:
-            log_differences(f"{self.path}: step {place.number}", request, loaded.report)
+        if not return_report and (request.partial or request.rename):
+            log_differences(f"{self.path}: step {place.number}", loaded.report)
         return Resumed(loaded.tree, place.number, skipped, loaded.report)
 
     def _check_arguments(self, step: int | str, arguments: LoadArguments) -> None:

@@ -210,8 +210,10 @@ def _check_items(trees: Mapping[str, ConvertedTree]) -> None:
 
 def _require_numbers(found: Found, trees: Iterable[ConvertedTree]) -> None:
     """Refuse quantised leaves, which are not numbers of the model without their scales."""
+    if (find_quantized := found.foreign.find_quantized) is None:
+        return
     for tree in trees:
-        if quantization := found.foreign.find_quantized(tree.view.tree):
+        if quantization := find_quantized(tree.view.tree):
             arrays = (array for source in tree.sources for _, array in source.parts)
             quantization.refuse(found.path, {leaf.name for array in arrays for leaf in stored_leaves(array)})
 

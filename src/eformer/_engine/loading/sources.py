@@ -1,0 +1,414 @@
+"""The rarely used parts of a load: leaves below a root, renamed, computed, quantised or without names, and several
+checkpoints that are loaded as one."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from eformer._engine.formats.find import reading
+from eformer._engine.formats.process_records import ListedLeaf
+from eformer._engine.formats.quantized import dense_name
+from eformer._engine.loading.contents import NOTHING, below, named_like, refuse_root, renamed
+from eformer._engine.loading.fetch import aligned, fetch
+from eformer._engine.loading.read import nbytes_read, require_unwritten
+from eformer._engine.loading.read_plan import Want, plan_reads
+from eformer._engine.loading.rules import PartitionSpec
+from eformer._engine.loading.select import is_scalar, kind_of, kind_of_dtype
+from eformer._engine.record.digests import sha256_of
+from eformer._engine.record.dtypes import dtype_from_name, is_floating, raw_pieces
+from eformer._engine.record.lazy_arrays import Stacked, stored_leaves
+from eformer._engine.record.names import BARE_LEAF, readable, resolve
+from eformer._engine.record.pieces import bounding, pieces
+from eformer._engine.record.regions import Region
+from eformer._engine.record.text import few
+from eformer._engine.tasks.forks import Lock
+from eformer._engine.tasks.pool import run_all
+from eformer.errors import CorruptionError, FormatError, MismatchError, StructureError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from eformer._engine.formats.found import Found
+    from eformer._engine.formats.process_records import ListedTree
+    from eformer._engine.loading.contents import Contents
+    from eformer._engine.loading.request import Request
+    from eformer._engine.loading.select import LeafTarget
+    from eformer._engine.record.manifest import LeafEntry, TreeEntry
+    from eformer._engine.record.planned import LazyArray
+    from eformer._engine.record.rename import Renamed, Rule
+    from eformer._engine.stores.base import Files
+    from eformer._engine.tasks.progress import Meter
+
+Leaves = Mapping[str, Any]
+Array = np.ndarray[Any, Any]
+
+logger = logging.getLogger("eformer")
+
+_SLICE_BYTES = 32 * 2**20  # of a computed leaf, read at a time
+_SHA256_BYTES = 16 * 2**20  # hashed at a time
+_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct, Sharding, PartitionSpec)
+
+_MERGE_FIRST = (
+    "rules apply to each checkpoint of a list alone: to stack leaves of several, load them without the rule and save "
+    "the result, then load that with the rule"
+)
+
+
+@dataclass(slots=True)
+class Source:
+    """A checkpoint to load from.
+
+    entry      the record of its tree
+    contents   its leaves, under the names that the load uses
+    reader     reads the leaves that rules make of others
+    dropped    names that rules drop
+    targets    the leaves that the load takes from it
+    """
+
+    found: Found
+    entry: TreeEntry
+    contents: Contents
+    reader: TreeReader | None = None
+    dropped: Sequence[str] = ()
+    targets: list[LeafTarget] = field(default_factory=list)
+
+    def nbytes(self) -> int:
+        """Return how many bytes the load reads."""
+        computed = sum(
+            array.dtype.itemsize * sum(box.size for box in _boxes(target))
+            for target in self.targets
+            if (array := self.contents.computed.get(target.name)) is not None
+        )
+        return nbytes_read(self.entry, self.targets) + computed
+
+    def locate(self, entry: ListedTree) -> None:
+        """Read where the boxes of the targets are, of a tree that several processes wrote, each its own record."""
+        listed = {t.entry.stored_name: t for t in self.targets if isinstance(t.entry, ListedLeaf)}
+        with reading(self.found):
+            self.entry = entry.locate({name: target.regions for name, target in listed.items()})
+        for name, target in listed.items():
+            target.entry = self.entry.leaves[name]
+
+
+def refuse_kinds(found: Found, keys: Collection[str] | None) -> None:
+    """Refuse to load leaves of kinds that eformer does not store, unless others are asked for."""
+    refused = found.foreign.refused
+    asked = refused if keys is None else resolve(keys, refused)[0]
+    if asked:
+        leaves = few([f"leaf {name!r}: {refused[name]}" for name in asked])
+        raise FormatError(
+            f"{found.path} has leaves of kinds that eformer does not store: {leaves}. Load the others with keys=, "
+            "or with like= and partial=True; or write them as plain arrays first, such as the model before it was "
+            "quantised, or dequantize() or to_dense() of tensors of PyTorch"
+        )
+
+
+# --------------------------------------------------------------------------------------- root and rename
+
+
+def take_below(sources: Sequence[Source], root: str) -> None:
+    """Take what lies below `root` for each checkpoint. One of several may have nothing there."""
+    found = [below(source.contents, root) for source in sources]
+    if not any(found):
+        refuse_root(sources[0].contents, root)
+    for source, contents in zip(sources, found, strict=True):
+        source.contents = contents or NOTHING
+
+
+def rename_leaves(sources: Sequence[Source], rules: Sequence[Rule]) -> None:
+    """Apply the rules to the leaves of each checkpoint, and warn of rules that match a leaf of none."""
+    unused = [_rename(source, rules, is_alone=len(sources) == 1).unused_rules for source in sources]
+    if idle := [text for line, text in unused[0].items() if all(line in lines for lines in unused)]:
+        logger.warning("rename= rules that match no leaf: %s", few(idle))
+
+
+def _rename(source: Source, rules: Sequence[Rule], *, is_alone: bool) -> Renamed:
+    """Apply the rules to the leaves of a checkpoint. An error names the checkpoint if it is one of several."""
+    assert source.reader
+    try:
+        source.contents, result = renamed(source.contents, rules, source.reader)
+    except MismatchError as error:
+        if is_alone:
+            raise
+        stacks = _MERGE_FIRST if any(rule.stack for rule in rules) else ""
+        raise MismatchError(error.problems, f"rename, {source.found.path}", stacks) from error
+    source.dropped = result.left_out
+    return result
+
+
+# -------------------------------------------------------------------------------- several checkpoints
+
+
+def spell_alike(sources: Sequence[Source], like: Leaves | None) -> None:
+    """Spell the names of leaves as `like` does, or as the first checkpoint that has them."""
+    known: dict[str, Any] = {}
+    for source in sources:
+        source.contents = named_like(source.contents, known if like is None else like)
+        known |= dict.fromkeys(source.contents.names)
+
+
+def refuse_bare_leaf(sources: Sequence[Source]) -> None:
+    """Refuse a checkpoint that is one array, without a name, beside checkpoints of trees."""
+    bare = next(source.found.path for source in sources if BARE_LEAF in source.contents.names)
+    raise StructureError(
+        f"{bare} holds a single array, which has no name and cannot be merged with the trees of other "
+        'checkpoints; pass rename={"%": "name"} to name it, or load it alone'
+    )
+
+
+def owned(
+    sources: Sequence[Source], names: Mapping[str, None], request: Request, like: Leaves | None
+) -> list[Collection[str]]:
+    """Return the names of the leaves that each checkpoint gives. Refuse leaves that several of them could give."""
+    holders: dict[str, list[Source]] = {name: [] for name in names}
+    for source in sources:
+        functions = set(source.contents.functions)  # left to the code: no checkpoint holds them
+        for name in source.contents.names:
+            if name in names and name not in functions:
+                holders[name].append(source)
+    several = {n: held for n, held in holders.items() if len(held) > 1 and (like is None or n in like)}
+    _require_whole_stacks(several)
+    problems = [
+        f"leaf {name!r} is in {' and in '.join(source.found.path for source in held)}"
+        for name, held in several.items()
+    ]
+    if problems and request.duplicates is None:
+        advice = 'duplicates="last" takes each from the last checkpoint that has it'
+        raise MismatchError(problems, "several checkpoints hold the same leaves", advice)
+    return [{name for name, held in holders.items() if held and held[-1] is source} for source in sources]
+
+
+def _require_whole_stacks(several: Mapping[str, Sequence[Source]]) -> None:
+    """Refuse a leaf that rules stack of the leaves of the last checkpoint, and that has another shape in one before.
+
+    A stack of some layers would replace a stack of all.
+    """
+    problems = [
+        f"leaf {name!r} is made of {' and of '.join(_parts_of(name, source) for source in held)}"
+        for name, held in several.items()
+        if isinstance(held[-1].contents.computed.get(name), Stacked)
+        and len({source.contents.arrays[name].shape for source in held if name in source.contents.arrays}) > 1
+    ]
+    if problems:
+        raise MismatchError(problems, "rename= stacks the leaves of each checkpoint alone", _MERGE_FIRST)
+
+
+def _parts_of(name: str, source: Source) -> str:
+    """Name the stored leaves that a leaf is made of, and their checkpoint."""
+    array = source.contents.computed.get(name)
+    names = [name] if array is None else [leaf.name for leaf in stored_leaves(array)]
+    return f"{few([*map(repr, names)])} in {source.found.path}"
+
+
+# ---------------------------------------------------------------------------------- quantised leaves
+
+
+def refuse_quantized(
+    source: Source, names: Collection[str], given: Collection[str], request: Request, like: Leaves | None
+) -> None:
+    """Refuse quantised leaves among `names`, unless they are asked for as they are stored. All checkpoints of the load
+    have the leaves `given`."""
+    with reading(source.found):
+        find_quantized = source.found.foreign.find_quantized
+        quantized = find_quantized(source.entry) if find_quantized else None
+    if quantized is None:
+        return
+    if request.partial and like is not None:
+        names = _not_left_out(names, given, like, has_rules=request.rename is not None)
+    taken = {id(stored) for name in names for stored in source.contents.stored(name)}
+    leaves = source.entry.leaves
+    quantized.refuse(source.found.path, {name for name in quantized.leaves if id(leaves[name]) in taken})
+
+
+def _not_left_out(
+    names: Collection[str], given: Collection[str], like: Leaves, *, has_rules: bool
+) -> Collection[str]:
+    """Return the names of leaves that a partial load takes, or that are in the place of arrays which `like` keeps: the
+    weights before they were quantised."""
+    missing = (name for name, leaf in like.items() if name not in given and hasattr(leaf, "shape"))
+    kept = {readable(name).removesuffix(".value") for name in missing}
+    if kept and has_rules:  # for the names of the dense model: any leaf may be the one
+        return names
+    return [name for name in names if name in like or dense_name(name) in kept]
+
+
+# ------------------------------------------------------------------ leaves that are read box by box
+
+
+class TreeReader:
+    """Read boxes of the leaves of one tree. The first read opens its files, `close` closes them."""
+
+    def __init__(self, found: Found, tree: TreeEntry, *, verify: bool) -> None:
+        self.found, self.tree, self.verify = found, tree, verify
+        self.opened: Files | None = None
+        self.lock = Lock()
+
+    def read(self, name: str, entry: LeafEntry, region: Region, threads: int | None = None) -> Array:
+        wants = [Want(name, entry, entry.dtype, [region])]
+        reads = plan_reads(wants, self.tree)
+        path_to = self.found.store.path_to
+        ((array,),) = fetch(
+            reads, wants, self.tree, self.files(), threads or 1, verify=self.verify, path_to=path_to
+        )
+        return array
+
+    def files(self) -> Files:
+        with self.lock:
+            self.opened = self.opened or self.found.files(self.tree)
+            return self.opened
+
+    def require_unwritten(self) -> None:
+        """Raise if a file was written to while it was read, and has no digests that would have shown it."""
+        if self.opened:
+            with reading(self.found):
+                require_unwritten(self.tree, self.opened)
+
+    def close(self) -> None:
+        if self.opened:
+            self.opened.close()
+
+
+def check_sha256(found: Found, tree: TreeEntry, expected: Mapping[str, str], threads: int | None) -> None:
+    """Compare the SHA-256 of leaves on disk with `expected`; raise a CorruptionError that lists all that differ."""
+    problems: list[str] = []
+
+    def check_leaf(name: str, entry: LeafEntry) -> None:
+        regions = pieces(entry.shape, dtype_from_name(entry.dtype).itemsize, _SHA256_BYTES)
+        digest = sha256_of(part for box in regions for part in raw_pieces(reader.read(name, entry, box)))
+        if digest != expected[name]:
+            where = ", ".join(sorted({tree.path_of(extent.file) for extent in entry.extents}))
+            problems.append(f"leaf {name!r} in {where} has SHA-256 {digest}, expected {expected[name]}")
+
+    leaves = [(name, entry) for name, entry in tree.leaves.items() if name in expected]
+    with closing(TreeReader(found, tree, verify=True)) as reader:
+        run_all(
+            [partial(check_leaf, name, entry) for name, entry in leaves], threads or found.store.read_threads
+        )
+    if problems:
+        raise CorruptionError(f"{found.path}: validation failed: {'; '.join(sorted(problems))}")
+
+
+def read_computed(
+    computed: Mapping[str, LazyArray], targets: Sequence[LeafTarget], threads: int, meter: Meter
+) -> None:
+    """Read those of the targets that are computed into host memory."""
+    tasks: list[Callable[[], None]] = []
+    for target in targets:
+        if (array := computed.get(target.name)) is not None:
+            tasks += _tasks(array, target, meter)
+    run_all(tasks, threads)
+
+
+def _tasks(array: LazyArray, target: LeafTarget, meter: Meter) -> list[Callable[[], None]]:
+    """Return tasks that read one array, each a slice that the store holds in few runs."""
+    dtype = dtype_from_name(target.dtype)
+    outputs: list[tuple[Region, Array]] = [
+        (region, np.ndarray(region.shape, dtype, aligned(dtype.itemsize * region.size)))
+        for region in target.wanted
+    ]
+    target.arrays = [output for _, output in outputs]
+
+    def read(part: Region) -> None:
+        elements = array.read(part)
+        meter.add(elements.nbytes)
+        for region, output in outputs:
+            if not part.start:
+                output[()] = elements
+            elif overlap := part.overlap(region):
+                output[overlap.inside(region).slices] = elements[overlap.inside(part).slices]
+
+    return [partial(read, part) for box in _boxes(target) for part in _slices(box, array)]
+
+
+def _boxes(target: LeafTarget) -> list[Region]:
+    """Return the boxes to read: one for all regions, unless they lie far apart."""
+    around = bounding(target.wanted)
+    return [around] if around.size <= 2 * sum(box.size for box in target.wanted) else list(target.wanted)
+
+
+def _slices(box: Region, array: LazyArray) -> list[Region]:
+    """Cut a box across the axis along which reading a slice reads the fewest other bytes."""
+    if not box.start or not box.size:
+        return [box] if box.size else []
+    axis = array.slow_axis
+    first, last = box.start[axis], box.stop[axis]
+    row = array.dtype.itemsize * box.size // (last - first)
+    rows = max(1, _SLICE_BYTES // max(1, row))
+    starts = range(first, last, rows)
+    return [
+        Region(
+            (*box.start[:axis], start, *box.start[axis + 1 :]),
+            (*box.stop[:axis], min(start + rows, last), *box.stop[axis + 1 :]),
+        )
+        for start in starts
+    ]
+
+
+# ------------------------------------------------------------------------------ leaves without names
+#
+# equinox stores arrays and numbers of a tree, and skips other leaves, such as functions.
+
+
+def name_by_order(sources: Sequence[Source], like: Leaves, request: Request) -> Leaves:
+    """Name the leaves of the only source as those of `like`. Return the leaves to compare them with."""
+    if request.partial or len(sources) > 1:
+        nameless = next(source.found.path for source in sources if not source.found.foreign.has_names)
+        why = "partial=True needs" if len(sources) == 1 else "a load of several checkpoints needs"
+        raise ValueError(f"{nameless} has no names of leaves, which {why}")
+    (source,) = sources
+    source.contents, expected = by_order(source.contents, like, request.cast)
+    return expected
+
+
+def by_order(contents: Contents, like: Leaves, cast: str | None) -> tuple[Contents, dict[str, Any]]:
+    """Return the leaves under the names of `like`, and the leaves to compare them with.
+
+    Numbers are stored as arrays without axes. Surplus arrays get impossible names, so the mismatch report lists them
+    as unexpected.
+    """
+    wanted = {name: leaf for name, leaf in like.items() if _is_stored(leaf)}
+    spare = (f"%array {number}" for number in itertools.count(len(wanted)))
+    names = itertools.chain(wanted, spare)
+    entries = dict(zip(names, contents.arrays.values(), strict=False))
+    expected = {name: _expected(leaf, entries.get(name), cast) for name, leaf in wanted.items()}
+    return replace(contents, arrays=entries), expected
+
+
+def completed(arrays: Leaves, like: Leaves) -> dict[str, Any]:
+    """Return leaves for all of `like`: numpy scalars in its dtypes, and its own leaf where none is stored."""
+    return {
+        **{name: leaf for name, leaf in like.items() if not _is_stored(leaf)},
+        **{name: _in_dtype_of(like.get(name), leaf) for name, leaf in arrays.items()},
+    }
+
+
+def _is_stored(leaf: Any) -> bool:
+    if isinstance(leaf, np.flexible):  # numpy's text and bytes, which JAX does not have
+        return False
+    return isinstance(leaf, _ARRAYS) or is_scalar(leaf) or hasattr(leaf, "__jax_array__")
+
+
+def _expected(leaf: Any, entry: LeafEntry | None, cast: str | None) -> Any:
+    """Return the leaf to compare an entry with: numpy scalars may be of any size, as JAX stores 64 bits as 32."""
+    if not isinstance(leaf, np.generic) or entry is None or entry.shape:
+        return leaf
+    if kind_of(leaf) is None or kind_of(leaf) is not kind_of_dtype(entry.dtype):
+        return leaf
+    dtype = cast if cast and is_floating(entry.dtype) else entry.dtype
+    return np.zeros((), dtype_from_name(dtype))[()]
+
+
+def _in_dtype_of(leaf: Any, found: Any) -> Any:
+    """Cast a numpy scalar to the dtype of the leaf of `like`; return anything else unchanged."""
+    are_scalars = isinstance(leaf, np.generic) and isinstance(found, np.generic)
+    return found.astype(leaf.dtype) if are_scalars else found
