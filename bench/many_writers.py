@@ -36,13 +36,13 @@ from eformer._engine.loading.read import read
 from eformer._engine.loading.request import Request
 from eformer._engine.loading.select import compare, select
 from eformer._engine.loading.sources import Source as LoadSource
+from eformer._engine.record.boxes import Box
 from eformer._engine.record.digests import Hasher
 from eformer._engine.record.holdings import Held, Holdings
 from eformer._engine.record.indexes import MANIFEST
 from eformer._engine.record.manifest import Manifest, Receipt, RecordedSharding, weight_of
 from eformer._engine.record.options import SaveOptions
 from eformer._engine.record.planned import Source
-from eformer._engine.record.regions import Region
 from eformer._engine.saving.commit import new_tree
 from eformer._engine.saving.reuse import Kept
 from eformer._engine.saving.save import Compared, Save
@@ -89,13 +89,13 @@ class Case:
             return (8, COLUMNS)
         return ((self.writers, COLUMNS), (COLUMNS, self.writers), (self.writers, 2, 2))[leaf % 3]
 
-    def box(self, leaf: int, first: int, count: int = 1) -> Region:
+    def box(self, leaf: int, first: int, count: int = 1) -> Box:
         """What some neighbouring writers have of a sharded leaf."""
         axis = leaf % 3 == 1
         shape = self.shape(leaf)
         start, stop = [0] * len(shape), list(shape)
         start[axis], stop[axis] = first, first + count
-        return Region(tuple(start), tuple(stop))
+        return Box(tuple(start), tuple(stop))
 
     def writer_of(self, leaf: int) -> int:
         return leaf % self.writers
@@ -147,7 +147,7 @@ def sources_of(case: Case, writer: int) -> list[Source]:
 
 def _whole_sources(case: Case, writer: int) -> list[Source]:
     data = np.arange(8 * COLUMNS, dtype=np.float32).reshape(8, COLUMNS)
-    whole, sharding = Region.whole(data.shape), RecordedSharding((), {"x": case.writers})
+    whole, sharding = Box.whole(data.shape), RecordedSharding((), {"x": case.writers})
     parts = [(whole, data)]
     return [
         Source(name, "float32", data.shape, "jax", None, sharding, None, parts, [whole], data.shape, -1)

@@ -9,9 +9,9 @@ import pytest
 from eformer import checkpoint
 from eformer._engine.formats import process_records
 from eformer._engine.formats.find import find
+from eformer._engine.record.boxes import Box
 from eformer._engine.record.holdings import Holdings, pack
 from eformer._engine.record.manifest import Manifest
-from eformer._engine.record.regions import Region
 from eformer._engine.saving import commit as _record
 from eformer._engine.saving import several
 from eformer._engine.stores.local import LocalStore
@@ -85,7 +85,7 @@ def test_only_the_records_of_the_wanted_boxes_are_read(tmp_path, records, layout
     tree = find(tmp_path).listed(None)
     assert records == []
     for number in range(4):
-        box = Region((16 * number, 0), (16 * number + 16, 8))
+        box = Box((16 * number, 0), (16 * number + 16, 8))
         (extent,) = tree.locate({"rows": [box]}).leaves["rows"].extents
         assert extent.region == (box.start, box.stop)
     assert records == [0, 1, 2, 3]
@@ -96,7 +96,7 @@ def test_what_is_located_is_what_all_records_together_say(tmp_path, monkeypatch,
     assert save_together(Crew(4), lambda host: sharded_tree(), tmp_path, layout) == [None] * 4
     found = find(tmp_path)
     whole, listed = found.tree(None), find(tmp_path).listed(None)
-    boxes = [Region((a, b), (a + 10, b + 3)) for a in (0, 7, 50) for b in (0, 4)]
+    boxes = [Box((a, b), (a + 10, b + 3)) for a in (0, 7, 50) for b in (0, 4)]
     for name in ("rows", "both", "columns", "everywhere"):
         for box in boxes:
             there = listed.locate({name: [box]})

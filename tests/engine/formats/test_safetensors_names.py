@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from eformer import checkpoint
 from eformer._engine.formats.safetensors.names import region_name, tensor_names
+from eformer._engine.record.boxes import Box
 from eformer._engine.record.names import escape, join_name
-from eformer._engine.record.regions import Region
 from eformer._engine.saving import save as saving
 from eformer.checkpoint import SaveOptions, load, save
 from support.safetensors_files import assert_equal, read_by_index, tensors_in
@@ -90,7 +90,7 @@ def test_hostile_keys_come_back_and_no_reader_stumbles(tmp_path, key):
 def test_no_two_tensors_have_one_name(paths):
     leaves = {join_name(map(escape, path)): None for path in paths}
     called = tensor_names(leaves)
-    box = Region((0,), (1,))
+    box = Box((0,), (1,))
     names = [region_name(name, region) for name in called.values() for region in (None, box)]
     assert list(called) == list(leaves)
     assert len({*names, "__metadata__"}) == 2 * len(leaves) + 1

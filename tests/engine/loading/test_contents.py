@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from eformer._engine.loading.contents import Contents, below, named_like, refuse_root, renamed
+from eformer._engine.record.boxes import Box
 from eformer._engine.record.manifest import Extent, LeafEntry
-from eformer._engine.record.regions import Region
 from eformer._engine.record.rename import rules_from
 from eformer._engine.trees.flatten import flatten
 from eformer.checkpoint import load, save
@@ -106,7 +106,7 @@ def test_transformed_leaves_are_computed_from_stored_ones():
     rules = rules_from({r"layers\.(\d)": r"stacked | transpose | stack \1"})
     found, _ = renamed(contents(*arrays), rules, Reader(arrays))
     assert found.arrays["stacked"] == LeafEntry("float32", (2, 2, 3), ())
-    whole = found.computed["stacked"].read(Region.whole((2, 2, 3)))
+    whole = found.computed["stacked"].read(Box.whole((2, 2, 3)))
     np.testing.assert_array_equal(whole, np.stack([arrays["layers.0"].T, arrays["layers.1"].T]))
 
 

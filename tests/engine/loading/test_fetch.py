@@ -8,9 +8,9 @@ from eformer._engine.loading import sources
 from eformer._engine.loading.fetch import Arena, aligned, check, fetch, raise_damage, together
 from eformer._engine.loading.read_plan import Read, Want, plan_reads
 from eformer._engine.loading.sources import check_sha256
+from eformer._engine.record.boxes import Box
 from eformer._engine.record.digests import sha256_of
 from eformer._engine.record.pieces import ALIGNMENT
-from eformer._engine.record.regions import Region
 from eformer.checkpoint import save
 from eformer.errors import CorruptionError, Damage
 from support.damage import flip
@@ -61,7 +61,7 @@ def test_small_reads_go_together_within_bounds():
 
 def test_neighbours_share_an_allocation_and_each_is_aligned():
     arena = Arena()
-    arrays = [arena.target(Region.whole((size,)), np.dtype(np.int8)).array for size in (3, 100, 0, 7)]
+    arrays = [arena.target(Box.whole((size,)), np.dtype(np.int8)).array for size in (3, 100, 0, 7)]
     assert [array.shape for array in arrays] == [(3,), (100,), (0,), (7,)]
     assert [address(array) - address(arrays[0]) for array in arrays[:2]] == [0, ALIGNMENT]
     assert not any(np.shares_memory(a, b) for a in arrays for b in arrays if a is not b)
@@ -70,9 +70,7 @@ def test_neighbours_share_an_allocation_and_each_is_aligned():
 def test_memory_that_is_given_is_used_as_long_as_it_lasts():
     memory = aligned(2 * ALIGNMENT)
     arena = Arena(memory, has_neighbours=False)
-    inside, outside = (
-        arena.target(Region.whole((ALIGNMENT + 1,)), np.dtype(np.int8)).array for _ in range(2)
-    )
+    inside, outside = (arena.target(Box.whole((ALIGNMENT + 1,)), np.dtype(np.int8)).array for _ in range(2))
     assert np.shares_memory(inside, memory)
     assert not np.shares_memory(outside, memory)
 
@@ -98,7 +96,7 @@ def want(tree, name, dtype=None, regions=None):
 
 def test_leaves_boxes_and_casts_are_fetched_together(opened):
     tree, files, _ = opened
-    boxes = [Region((0, 0), (64, 8)), Region((10, 4), (11, 64))]
+    boxes = [Box((0, 0), (64, 8)), Box((10, 4), (11, 64))]
     wants = [
         want(tree, "large"),
         want(tree, "small"),

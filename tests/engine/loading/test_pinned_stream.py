@@ -16,7 +16,7 @@ import pytest
 
 from eformer import checkpoint
 from eformer._engine.loading import fetch, large_leaves, pinned_stream, placement, slot_split
-from eformer._engine.record.regions import Region
+from eformer._engine.record.boxes import Box
 from eformer._engine.saving import commit as _record
 from eformer._engine.stores.local_files import LocalFiles
 from eformer.checkpoint import SaveOptions, load, save
@@ -216,7 +216,7 @@ def test_a_large_leaf_is_read_once_however_it_is_cut(tmp_path, slots, monkeypatc
 )
 def test_parts_are_disjoint_cover_their_box_and_fit(shape, itemsize, most, block):
     start = tuple(range(len(shape)))
-    box = Region(start, tuple(a + n for a, n in zip(start, shape, strict=True)))
+    box = Box(start, tuple(a + n for a, n in zip(start, shape, strict=True)))
     parts = large_leaves._cut(box, itemsize, max(most, itemsize), block)
     assert all(part.size * itemsize <= max(most, itemsize) for part in parts)
     seen = np.zeros(shape, int)

@@ -19,8 +19,8 @@ from eformer._engine.loading.placement import (
 )
 from eformer._engine.loading.request import PlacementRequest, Request
 from eformer._engine.loading.select import LeafTarget
+from eformer._engine.record.boxes import Box
 from eformer._engine.record.manifest import LeafEntry
-from eformer._engine.record.regions import Region
 from eformer.errors import MismatchError
 from support.meshes import meshes
 
@@ -55,7 +55,7 @@ def test_without_arguments_leaves_are_read_whole():
 
 def test_each_box_is_read_once_and_every_device_knows_its_own(by_boxes):
     found = placed(target(), mesh=grid(), rules=[("w", P("x"))])
-    assert found.regions == [Region((0, 0), (4, 4)), Region((4, 0), (8, 4))]
+    assert found.regions == [Box((0, 0), (4, 4)), Box((4, 0), (8, 4))]
     assert dict(zip(found.boxes.devices, found.boxes.numbers, strict=True)) == {
         device: n // 4 for n, device in enumerate(jax.devices())
     }
@@ -83,7 +83,7 @@ def test_the_numbers_inside_of_a_key_are_never_cut(by_boxes):
     found = placed(
         target(shape=(8, 2), dtype="uint32", key="threefry2x32"), mesh=grid(), rules=[("w", P("x"))]
     )
-    assert found.regions == [Region((0, 0), (4, 2)), Region((4, 0), (8, 2))]
+    assert found.regions == [Box((0, 0), (4, 2)), Box((4, 0), (8, 2))]
 
 
 def test_a_reshaped_leaf_and_a_number_are_read_whole():

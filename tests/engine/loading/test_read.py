@@ -7,8 +7,8 @@ import pytest
 from eformer._engine.formats.find import find
 from eformer._engine.loading.read import nbytes_read, read
 from eformer._engine.loading.select import LeafTarget
+from eformer._engine.record.boxes import Box
 from eformer._engine.record.manifest import DataFile
-from eformer._engine.record.regions import Region
 from eformer.checkpoint import save
 from eformer.errors import CorruptionError, FormatError
 
@@ -41,7 +41,7 @@ def test_values_that_are_not_stored_are_left_alone(found):
 def test_bytes_are_counted_as_they_are_read(found):
     a, b = targets(found)
     assert nbytes_read(found.tree(None), [a, b]) == 8 * 2**18 + 24
-    a.regions = [Region((0,), (10,))]
+    a.regions = [Box((0,), (10,))]
     assert nbytes_read(found.tree(None), [a]) < 8 * 2**18
 
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from eformer._engine.formats.safetensors.layout import group_by_file
 from eformer._engine.loading.read_plan import READ_BYTES, Want, packed_nbytes, plan_reads
+from eformer._engine.record.boxes import Box
 from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, TreeEntry
 from eformer._engine.record.pieces import count_pieces
-from eformer._engine.record.regions import Region
 from eformer._engine.saving.snapshot import owners
 
 BLOCK = 64
@@ -23,7 +23,7 @@ def tree(*sizes):
 
 
 def entry(shape, file=0, offset=0, dtype="int8", region=None):
-    box = Region(*region).shape if region else shape
+    box = Box(*region).shape if region else shape
     itemsize = np.dtype(dtype).itemsize
     digests = "".join(f"{i:032d}" for i in range(count_pieces(box, itemsize, BLOCK)))
     return LeafEntry(dtype, shape, (Extent(file, offset, math.prod(box) * itemsize, digests, region),))
@@ -53,7 +53,7 @@ def test_files_are_not_mixed():
 def test_a_region_is_covered_by_the_pieces_that_touch_it_and_no_others(shape, data):
     start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     stop = tuple(data.draw(st.integers(a + 1, n)) for a, n in zip(start, shape, strict=True))
-    region = Region(start, stop)
+    region = Box(start, stop)
     reads = plan_reads(
         [Want("w", entry(shape, dtype="int32"), "int32", [region])], tree(math.prod(shape) * 4)
     )
@@ -67,7 +67,7 @@ def test_a_region_is_covered_by_the_pieces_that_touch_it_and_no_others(shape, da
                 np.testing.assert_array_equal(numbers[region.slices].ravel()[at : at + count], stored)
                 covered.reshape(-1)[stored] = True
                 continue
-            box = piece.region or Region.whole(shape)
+            box = piece.region or Box.whole(shape)
             assert box.overlap(region)
             covered[box.slices] = True
             assert piece.nbytes == box.size * 4
@@ -99,7 +99,7 @@ def test_neighbours_that_are_packed_are_read_together_into_their_places(shapes, 
 
 def test_a_box_that_is_not_the_first_in_memory_is_not_read_behind_its_neighbour():
     """Whoever wrote the file may have put the second box of a leaf first."""
-    halves = [Region((0, 0), (4, 64)), Region((4, 0), (8, 64))]
+    halves = [Box((0, 0), (4, 64)), Box((4, 0), (8, 64))]
     wants = [
         Want("a", entry((4, 64)), "int8"),
         Want("b", entry((8, 64), offset=256, region=((4, 0), (8, 64))), "int8", halves),
@@ -112,7 +112,7 @@ def test_parts_of_a_leaf_that_nobody_wants_are_not_read():
     parts = LeafEntry(
         "int8", (4, 4), tuple(Extent(i, 0, 8, "0" * 32, ((2 * i, 0), (2 * i + 2, 4))) for i in (0, 1))
     )
-    reads = plan_reads([Want("w", parts, "int8", [Region((3, 0), (4, 4))])], tree(8, 8))
+    reads = plan_reads([Want("w", parts, "int8", [Box((3, 0), (4, 4))])], tree(8, 8))
     assert [read.file for read in reads] == [1]
 
 

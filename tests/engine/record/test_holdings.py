@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eformer._engine.record.boxes import Box
 from eformer._engine.record.holdings import (
     Held,
     Holdings,
@@ -15,15 +16,12 @@ from eformer._engine.record.holdings import (
     unpack,
 )
 from eformer._engine.record.planned import PlannedExtent, PlannedFile, Source
-from eformer._engine.record.regions import Region
 from eformer.errors import FormatError
 
 SHAPE = (12, 6)
 starts = st.tuples(st.integers(0, 11), st.integers(0, 5))
 boxes = st.builds(
-    lambda start, more: Region(
-        start, tuple(min(a + b, n) for a, b, n in zip(start, more, SHAPE, strict=True))
-    ),
+    lambda start, more: Box(start, tuple(min(a + b, n) for a, b, n in zip(start, more, SHAPE, strict=True))),
     starts,
     st.tuples(st.integers(1, 6), st.integers(1, 3)),
 )
@@ -62,10 +60,10 @@ def test_every_file_that_has_a_wanted_box_is_named(files, wanted):
     found = holders(table, 4, [(numbers[name], regions) for name, regions in wanted.items()])
     for number, contents in enumerate(files):
         there = [
-            (box or Region.whole(SHAPE), region)
+            (box or Box.whole(SHAPE), region)
             for name in contents.keys() & wanted.keys()
             for box in contents[name]
-            for region in ([Region.whole(SHAPE)] if wanted[name] is None else wanted[name])
+            for region in ([Box.whole(SHAPE)] if wanted[name] is None else wanted[name])
         ]
         if any(box.overlap(region) for box, region in there):
             assert number in found
@@ -76,20 +74,20 @@ def test_every_file_that_has_a_wanted_box_is_named(files, wanted):
 def test_of_leaves_that_are_cut_alike_only_the_holders_are_named():
     numbers = {name: number for number, name in enumerate("abcd")}
     tables = [
-        holdings_of([[file_of({name: [Region((3 * i, 0), (3 * i + 3, 6))] for name in "abc"})]], numbers)
+        holdings_of([[file_of({name: [Box((3 * i, 0), (3 * i + 3, 6))] for name in "abc"})]], numbers)
         for i in range(4)
     ]
     table = joined_holdings(tables)
     assert [len(table.leaves), [len(file) for file in table.files]] == [1, [1] * 4]
-    assert holders(table, 4, [(0, [Region((3, 0), (6, 2))])]) == [1]
-    assert holders(table, 4, [(0, [Region((5, 0), (7, 2))]), (2, [Region((0, 0), (1, 1))])]) == [0, 1, 2]
+    assert holders(table, 4, [(0, [Box((3, 0), (6, 2))])]) == [1]
+    assert holders(table, 4, [(0, [Box((5, 0), (7, 2))]), (2, [Box((0, 0), (1, 1))])]) == [0, 1, 2]
     assert holders(table, 4, [(1, None)]) == [0, 1, 2, 3]
     assert holders(table, 4, [(3, None)]) == []
     assert holders(table, 4, []) == []
 
 
 def test_leaves_that_are_cut_in_too_many_ways_have_no_table():
-    contents = {str(n): [Region((n, 0), (n + 1, 6))] for n in range(3000)}
+    contents = {str(n): [Box((n, 0), (n + 1, 6))] for n in range(3000)}
     assert holdings_of([[file_of(contents)]], {name: int(name) for name in contents}) is None
     assert joined_holdings([Holdings(), None]) is None
 
@@ -108,4 +106,4 @@ def test_leaves_that_are_cut_in_too_many_ways_have_no_table():
 def test_a_table_that_makes_no_sense_is_refused(table):
     table = msgspec.json.decode(msgspec.json.encode(table), type=Holdings)
     with pytest.raises(FormatError, match="the manifest"):
-        holders(table, 4, [(0, [Region((0, 0), (1, 1))])])
+        holders(table, 4, [(0, [Box((0, 0), (1, 1))])])

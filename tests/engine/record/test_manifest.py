@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eformer._engine.record.boxes import Box
 from eformer._engine.record.check import check_leaf, is_plain
 from eformer._engine.record.digests import check_own_digest, stamp_digest
 from eformer._engine.record.dtypes import DTYPES
@@ -21,7 +22,6 @@ from eformer._engine.record.manifest import (
     encode_leaves,
 )
 from eformer._engine.record.pieces import count_pieces
-from eformer._engine.record.regions import Region
 from eformer._engine.record.values import value_to_json
 from eformer.errors import CorruptionError, FormatError
 from support.trees import keys
@@ -97,7 +97,7 @@ def test_a_wrong_digest_names_the_file_and_says_what_to_do():
 def test_a_key_is_as_large_as_the_user_sees_it():
     leaf = a_leaf(dtype="uint32", shape=(3, 2), key="fry")
     assert (leaf.logical_dtype, leaf.logical_shape, leaf.nbytes) == ("key<fry>", (3,), 64)
-    assert leaf.region_of(leaf.extents[0]) == Region((0, 0), (3, 2))
+    assert leaf.region_of(leaf.extents[0]) == Box((0, 0), (3, 2))
 
 
 ROWS = ((0, 0), (2, 4))

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eformer._engine.record.boxes import Box
 from eformer._engine.record.names import (
     BARE_LEAF,
     escape,
@@ -20,7 +21,6 @@ from eformer._engine.record.names import (
     unescape,
     with_nearest,
 )
-from eformer._engine.record.regions import Region
 from eformer.errors import FormatError
 from support.trees import HOSTILE, keys
 
@@ -231,7 +231,7 @@ def test_hints_point_at_the_nearest_name():
 @st.composite
 def regions(draw, rank):
     start = draw(st.lists(st.integers(0, 5), min_size=rank, max_size=rank))
-    return Region(tuple(start), tuple(a + draw(st.integers(0, 4)) for a in start))
+    return Box(tuple(start), tuple(a + draw(st.integers(0, 4)) for a in start))
 
 
 @given(st.integers(0, 3).flatmap(lambda rank: st.tuples(regions(rank), regions(rank))))
@@ -257,23 +257,23 @@ def test_inside_says_where_a_box_lies_in_another(pair):
 
 
 def test_a_box_of_size_zero_overlaps_nothing_not_even_itself():
-    empty = Region((0, 2), (4, 2))
+    empty = Box((0, 2), (4, 2))
     assert empty.size == 0
     assert empty.overlap(empty) is None
-    assert Region.whole(()).overlap(Region.whole(())) == Region((), ())
+    assert Box.whole(()).overlap(Box.whole(())) == Box((), ())
 
 
 @pytest.mark.parametrize(("start", "stop"), [((1,), (0,)), ((0,), (1, 1)), ((-1,), (1,))])
 def test_invalid_boxes_are_refused(start, stop):
     with pytest.raises(ValueError, match="not a box"):
-        Region(start, stop)
+        Box(start, stop)
 
 
 def test_inside_refuses_a_box_that_sticks_out():
-    for outer in (Region((1,), (5,)), Region((0,), (2,))):
+    for outer in (Box((1,), (5,)), Box((0,), (2,))):
         with pytest.raises(ValueError, match="is not inside"):
-            Region((0,), (3,)).inside(outer)
+            Box((0,), (3,)).inside(outer)
 
 
 def test_boxes_of_different_rank_do_not_overlap():
-    assert Region((0,), (3,)).overlap(Region((0, 0), (3, 3))) is None
+    assert Box((0,), (3,)).overlap(Box((0, 0), (3, 3))) is None

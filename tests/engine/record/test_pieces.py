@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eformer._engine.record.boxes import Box
 from eformer._engine.record.pieces import (
     bounding,
     count_pieces,
@@ -18,7 +19,6 @@ from eformer._engine.record.pieces import (
     pieces_in,
     shifted,
 )
-from eformer._engine.record.regions import Region
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 limits = st.integers(1, 200)
@@ -61,8 +61,8 @@ def box_in_box(draw):
     start = [draw(st.integers(0, n)) for n in outer_shape]
     stop = [draw(st.integers(a, n)) for a, n in zip(start, outer_shape, strict=True)]
     origin = tuple(draw(st.integers(0, 3)) for _ in outer_shape)
-    outer = Region(origin, tuple(o + n for o, n in zip(origin, outer_shape, strict=True)))
-    (inner,) = shifted([Region(tuple(start), tuple(stop))], origin)
+    outer = Box(origin, tuple(o + n for o, n in zip(origin, outer_shape, strict=True)))
+    (inner,) = shifted([Box(tuple(start), tuple(stop))], origin)
     return inner, outer
 
 
@@ -78,13 +78,13 @@ def test_the_offset_of_a_run_is_where_its_bytes_are(boxes):
 
 
 def test_a_box_outside_has_no_offset():
-    assert offset_within(Region((0,), (3,)), Region((1,), (5,))) is None
+    assert offset_within(Box((0,), (3,)), Box((1,), (5,))) is None
 
 
 def test_regions_that_fill_a_box_are_one():
-    halves = [Region((0, 0), (2, 4)), Region((2, 0), (4, 4))]
-    assert merged(halves) == [Region((0, 0), (4, 4))]
-    corners = [Region((0, 0), (2, 2)), Region((2, 2), (4, 4))]
+    halves = [Box((0, 0), (2, 4)), Box((2, 0), (4, 4))]
+    assert merged(halves) == [Box((0, 0), (4, 4))]
+    corners = [Box((0, 0), (2, 2)), Box((2, 2), (4, 4))]
     assert merged(corners) == corners
     assert merged([]) == []
 
@@ -101,16 +101,16 @@ def test_pieces_tile_and_no_longer_if_one_is_moved_doubled_or_left_out(shape, li
 
 def test_boxes_that_do_not_form_a_grid_can_tile():
     pinwheel = [((0, 0), (1, 2)), ((0, 2), (2, 3)), ((2, 1), (3, 3)), ((1, 0), (3, 1)), ((1, 1), (2, 2))]
-    boxes = [Region(*box) for box in pinwheel]
+    boxes = [Box(*box) for box in pinwheel]
     assert is_tiling(boxes, (3, 3))
-    assert not is_tiling([*boxes[:-1], Region((0, 1), (1, 2))], (3, 3))
+    assert not is_tiling([*boxes[:-1], Box((0, 1), (1, 2))], (3, 3))
 
 
 @given(shape=shapes, limit=limits, data=st.data())
 def test_the_pieces_in_a_region_are_those_that_touch_it(shape, limit, data):
     start = tuple(data.draw(st.integers(0, n)) for n in shape)
     stop = tuple(data.draw(st.integers(a, n)) for a, n in zip(start, shape, strict=True))
-    region = Region(start, stop)
+    region = Box(start, stop)
     expected = [
         (i, p)
         for i, p in enumerate(pieces(shape, 2, limit))
@@ -121,11 +121,11 @@ def test_the_pieces_in_a_region_are_those_that_touch_it(shape, limit, data):
 
 def test_a_small_region_of_a_huge_box_takes_no_time():
     shape = (2**20, 2**20)  # four million pieces
-    assert [n for n, _ in pieces_in(Region((7, 0), (8, 2)), shape, 4, 2**20)] == [28]
+    assert [n for n, _ in pieces_in(Box((7, 0), (8, 2)), shape, 4, 2**20)] == [28]
 
 
 def test_bricks_are_compared_with_their_neighbours_only():
-    bricks = [Region((y, x), (y + 1, x + 2)) for y in range(200) for x in range(y % 2, 200 - y % 2, 2)]
-    ends = [Region((y, x), (y + 1, x + 1)) for y in range(1, 200, 2) for x in (0, 199)]
+    bricks = [Box((y, x), (y + 1, x + 2)) for y in range(200) for x in range(y % 2, 200 - y % 2, 2)]
+    ends = [Box((y, x), (y + 1, x + 1)) for y in range(1, 200, 2) for x in (0, 199)]
     assert is_tiling([*bricks, *ends], (200, 200))
-    assert not is_tiling([*bricks, *ends[1:], Region((0, 0), (1, 1))], (200, 200))
+    assert not is_tiling([*bricks, *ends[1:], Box((0, 0), (1, 1))], (200, 200))

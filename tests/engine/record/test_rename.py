@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eformer._engine.record.boxes import Box
 from eformer._engine.record.lazy_arrays import Stacked, Transposed, Unstacked
 from eformer._engine.record.planned import LazyArray
-from eformer._engine.record.regions import Region
 from eformer._engine.record.rename import apply, parse_rules, rules_from
 from eformer.errors import FormatError, MismatchError
 
@@ -23,7 +23,7 @@ class InMemory(LazyArray):
 
 
 def whole(array):
-    return array.read(Region.whole(array.shape))
+    return array.read(Box.whole(array.shape))
 
 
 def renamed(rules, leaves, plain=()):
@@ -85,7 +85,7 @@ def test_every_box_of_a_transformed_array_equals_numpys(data, shape):
     expected = np.stack(arrays, axis).transpose(axes)[0]
     start = tuple(data.draw(st.integers(0, n - 1)) for n in expected.shape)
     stop = tuple(data.draw(st.integers(a + 1, n)) for a, n in zip(start, expected.shape, strict=True))
-    box = Region(start, stop)
+    box = Box(start, stop)
     np.testing.assert_array_equal(lazy.read(box), expected[box.slices])
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from eformer._engine.record.regions import Region
+from eformer._engine.record.boxes import Box
 from eformer._engine.saving import staging
 
 
@@ -21,5 +21,5 @@ def test_an_array_is_there_before_a_program_cuts_it(monkeypatch):
             return np.arange(4)[index]
 
     monkeypatch.setattr(staging, "staged", lambda array: array)
-    assert staging.on_host(Array(), Region((1,), (3,))).tolist() == [1, 2]
+    assert staging.on_host(Array(), Box((1,), (3,))).tolist() == [1, 2]
     assert events == ["wait", "cut"]

@@ -17,7 +17,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 
 from eformer._engine.loading import fetch as _transfer
-from eformer._engine.record.regions import Region, contiguous
+from eformer._engine.record.boxes import Box, contiguous
 from eformer.checkpoint import SaveOptions, convert, diff, inspect, load, save, verify
 from eformer.errors import CorruptionError, MismatchError
 from support import trees
@@ -525,9 +525,9 @@ def test_leaves_that_are_made_of_one_do_not_disturb_each_other(tmp_path, monkeyp
 
 
 def test_missing_elements_are_refused():
-    part = (Region((0, 0), (1, 4)), np.ones((1, 4)))
+    part = (Box((0, 0), (1, 4)), np.ones((1, 4)))
     with pytest.raises(AssertionError, match="4 of the 8 elements"):
-        contiguous([part], Region((0, 0), (2, 4)), "float64")
+        contiguous([part], Box((0, 0), (2, 4)), "float64")
 
 
 def test_long_texts_go_to_msgpack_and_back(tmp_path):

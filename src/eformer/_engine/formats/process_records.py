@@ -19,7 +19,7 @@ from eformer.errors import CorruptionError, FormatError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from eformer._engine.record.regions import Region
+    from eformer._engine.record.boxes import Box
     from eformer._engine.stores.base import Files, Store
 
 _MOST_BYTES = 2**30  # a few hundred bytes for a leaf
@@ -60,7 +60,7 @@ class ListedTree(BoxedTree, frozen=True, kw_only=True, dict=True):
 
     store: Store
 
-    def locate(self, wanted: Mapping[str, Sequence[Region] | None]) -> TreeEntry:
+    def locate(self, wanted: Mapping[str, Sequence[Box] | None]) -> TreeEntry:
         """Return the tree with these leaves alone, and of these at least the wanted boxes; None is a whole leaf.
 
         Reads the records of the files that have one of the boxes, or all records if the manifest does not say which
@@ -69,7 +69,7 @@ class ListedTree(BoxedTree, frozen=True, kw_only=True, dict=True):
         records = _read_all(self.store, self, self._holders(wanted))
         return with_some_records(self, self.boxed, records, wanted)
 
-    def _holders(self, wanted: Mapping[str, Sequence[Region] | None]) -> Sequence[int]:
+    def _holders(self, wanted: Mapping[str, Sequence[Box] | None]) -> Sequence[int]:
         if not self.holdings:
             return range(len(self.files))
         if len(self.holdings.files) != len(self.files):

@@ -18,10 +18,10 @@ from eformer._engine.loading.read_plan import (
     packed_nbytes,
     plan_reads,
 )
+from eformer._engine.record.boxes import Box
 from eformer._engine.record.digests import xxh3_128
 from eformer._engine.record.dtypes import DTYPES, dtype_from_name, unpack_nibbles
 from eformer._engine.record.pieces import ALIGNMENT
-from eformer._engine.record.regions import Region
 from eformer._engine.stores.base import KeepsCopies
 from eformer._engine.tasks.pool import run_all
 from eformer._engine.tasks.progress import SILENT, Meter
@@ -97,7 +97,7 @@ def raise_damage(path_to: Callable[[str], str], damage: Damage) -> None:
 class _Target(Struct):
     """Memory for a box of a leaf."""
 
-    region: Region
+    region: Box
     array: Array
     memory: Array
 
@@ -229,7 +229,7 @@ class Fetching:
 
     def deliver(self, piece: StoredPiece, data: Array) -> None:
         """Copy the piece into every array that wants a part of it, cast to the wanted dtype."""
-        box = piece.region or Region.whole(self.wants[piece.want].entry.shape)
+        box = piece.region or Box.whole(self.wants[piece.want].entry.shape)
         stored = self.unpacked(piece, data)
         if stored is None:
             return
@@ -306,7 +306,7 @@ class Arena:
         self.memory = np.empty(0, np.uint8) if memory is None else memory
         self.least = _ARENA_BYTES if has_neighbours else 0
 
-    def target(self, region: Region, dtype: np.dtype[Any]) -> _Target:
+    def target(self, region: Box, dtype: np.dtype[Any]) -> _Target:
         """Return an uninitialised array for a box of a leaf."""
         nbytes = dtype.itemsize * region.size
         if nbytes > len(self.memory):

@@ -18,9 +18,9 @@ import numpy as np
 from eformer._engine.loading.device_put import Transfer, put_on, put_on_default
 from eformer._engine.loading.placement import Boxes
 from eformer._engine.loading.read_plan import Want, plan_reads
+from eformer._engine.record.boxes import Box
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.pieces import ALIGNMENT, bounding, pieces, shifted
-from eformer._engine.record.regions import Region
 from eformer._engine.trees.devices import PACKED, bits_of
 from eformer._engine.trees.programs import place_of, program
 
@@ -38,7 +38,7 @@ _lax: Any = jax.lax  # not all of it has types
 _MOST_READ_AGAIN = 0.5
 _MOST_LENGTH = 2**31 - 1  # of an axis: positions in an array are 32 bits on a device
 
-Boxed = tuple[int, Region]  # a box of a part, and the number of the box of the leaf that it is in
+Boxed = tuple[int, Box]  # a box of a part, and the number of the box of the leaf that it is in
 
 
 class LargeLeaf:
@@ -58,7 +58,7 @@ class LargeLeaf:
         self.lock = threading.Lock()
         dtype, is_committed = dtype_from_name(target.dtype), target.sharding is not None
         regions = target.wanted
-        parts: list[list[Region]] = [[] for _ in regions]
+        parts: list[list[Box]] = [[] for _ in regions]
         for cut in cuts:
             for number, region in cut:
                 parts[number].append(region)
@@ -120,7 +120,7 @@ class Part:
         return Transfer([array for _, *arrays in sent for array in arrays], partial(self.write, sent))
 
     def put_box(
-        self, number: int, region: Region, array: np.ndarray[Any, Any]
+        self, number: int, region: Box, array: np.ndarray[Any, Any]
     ) -> Iterator[tuple[_Shard, Any, Any]]:
         """Put a box, and where it begins in the array, which the program reads as well."""
         leaf = self.leaf
@@ -147,10 +147,10 @@ class _Shard:
 
     def __init__(
         self,
-        region: Region,
+        region: Box,
         device: Any,
         dtype: Any,
-        cuts: Sequence[Region],
+        cuts: Sequence[Box],
         is_committed: bool,
         x64: bool,
     ) -> None:
@@ -187,7 +187,7 @@ def _cuts(target: LeafTarget, most: int, tree: TreeEntry) -> Sequence[Sequence[B
     if len(regions) == len(extents) == 1 and not extents[0].coding:
         return singly
 
-    def nbytes_read(boxes: Sequence[Region]) -> int:
+    def nbytes_read(boxes: Sequence[Box]) -> int:
         want = Want(target.name, entry, target.dtype, boxes)
         return sum(read.nbytes for read in plan_reads([want], tree))
 
@@ -203,7 +203,7 @@ def _cuts(target: LeafTarget, most: int, tree: TreeEntry) -> Sequence[Sequence[B
     return together if is_enough else None
 
 
-def _parts_of(region: Region, entry: LeafEntry, itemsize: int, most: int, block: int) -> list[Region]:
+def _parts_of(region: Box, entry: LeafEntry, itemsize: int, most: int, block: int) -> list[Box]:
     """Cut a box of a leaf into parts: along the boxes that are stored, unless these are small."""
     stored = [overlap for extent in entry.extents if (overlap := region.overlap(entry.region_of(extent)))]
     if min((box.size * itemsize for box in stored), default=0) < most // 4:
@@ -211,7 +211,7 @@ def _parts_of(region: Region, entry: LeafEntry, itemsize: int, most: int, block:
     return [part for box in stored for part in _cut(box, itemsize, most, block)]
 
 
-def _cut(region: Region, itemsize: int, most: int, block: int) -> list[Region]:
+def _cut(region: Box, itemsize: int, most: int, block: int) -> list[Box]:
     """Cut a box into parts of at most so many bytes, all but the last alike, at the ends of pieces where possible."""
     shape = region.shape
     axis = next(

@@ -22,8 +22,8 @@ from eformer._engine.loading.rules import (
     place,
     warn_of_idle_rules,
 )
+from eformer._engine.record.boxes import Box
 from eformer._engine.record.dtypes import dtype_from_name
-from eformer._engine.record.regions import Region
 from eformer._engine.trees.devices import PACKED, takes_host_memory
 from eformer._engine.trees.shardings import AnnotatedShape
 from eformer.errors import MismatchError
@@ -107,7 +107,7 @@ class Boxes(msgspec.Struct, frozen=True):
     cuts      if the whole array is read and holds several boxes: what each of them is of it
     """
 
-    regions: list[Region] | None
+    regions: list[Box] | None
     devices: list[Any]
     numbers: list[int]
     cuts: list[tuple[slice, ...]] | None = None
@@ -132,16 +132,16 @@ def _boxes(sharding: Sharding, shape: tuple[int, ...], stored: tuple[int, ...], 
     `stored` is the shape of the numbers: PRNG keys have a few for each, which are never cut. If all of a small array
     is needed here, it is read as one, and cut afterwards.
     """
-    numbers: dict[Region, int] = {}
+    numbers: dict[Box, int] = {}
     devices, held = [], []
     inner = stored[len(shape) :]
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         bounds = [s.indices(size)[:2] for s, size in zip(index or (), shape, strict=True)]
-        region = Region((*(a for a, _ in bounds), *(0 for _ in inner)), (*(b for _, b in bounds), *inner))
+        region = Box((*(a for a, _ in bounds), *(0 for _ in inner)), (*(b for _, b in bounds), *inner))
         devices.append(device)
         held.append(numbers.setdefault(region, len(numbers)))
     regions = list(numbers)
-    if regions == [Region.whole(stored)]:
+    if regions == [Box.whole(stored)]:
         return Boxes(None, devices, held)
     if is_small and regions and sum(region.size for region in regions) == math.prod(stored):
         return Boxes(None, devices, held, [region.slices for region in regions])

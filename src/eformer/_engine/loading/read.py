@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from eformer._engine.formats.found import Found
     from eformer._engine.loading.read_plan import Read
     from eformer._engine.loading.select import LeafTarget
+    from eformer._engine.record.boxes import Box
     from eformer._engine.record.manifest import TreeEntry
-    from eformer._engine.record.regions import Region
     from eformer._engine.stores.base import Files
 
 Array = np.ndarray[Any, Any]
@@ -207,7 +207,7 @@ def _mapped(
 
 
 def _mapped_box(
-    target: LeafTarget, region: Region, tree: TreeEntry, memory_of: Callable[[int], Array | None]
+    target: LeafTarget, region: Box, tree: TreeEntry, memory_of: Callable[[int], Array | None]
 ) -> Array | None:
     entry, dtype = target.entry, dtype_from_name(target.entry.dtype)
     alignment = max(1 if target.as_numpy else ALIGNMENT, dtype.alignment)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from eformer._engine.record.boxes import Box
 from eformer._engine.record.check import is_whole
 from eformer._engine.record.digests import DIGEST_DIGITS
 from eformer._engine.record.dtypes import dtype_from_name
@@ -22,7 +23,6 @@ from eformer._engine.record.pieces import (
     pieces_in,
     shifted,
 )
-from eformer._engine.record.regions import Region
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -42,12 +42,12 @@ class Want(Struct, gc=False):
     name: str
     entry: LeafEntry
     dtype: str
-    regions: Sequence[Region] | None = None
+    regions: Sequence[Box] | None = None
 
     @property
-    def wanted(self) -> Sequence[Region]:
+    def wanted(self) -> Sequence[Box]:
         """Return the wanted boxes, as a list for the whole leaf as well."""
-        return [Region.whole(self.entry.shape)] if self.regions is None else self.regions
+        return [Box.whole(self.entry.shape)] if self.regions is None else self.regions
 
 
 class StoredPiece(Struct, frozen=True, gc=False):
@@ -64,7 +64,7 @@ class StoredPiece(Struct, frozen=True, gc=False):
     nbytes: int
     want: int
     digest: str
-    region: Region | None = None
+    region: Box | None = None
     target: int = 0
     at: int = -1
     coding: Coding | None = None
@@ -123,7 +123,7 @@ def _run_of(want: Want, block: int) -> range | None:
     if len(want.regions) != 1:
         return None
     (box,) = want.regions
-    before = offset_within(box, Region.whole(entry.shape))
+    before = offset_within(box, Box.whole(entry.shape))
     if before is None:
         return None
     ends = _piece_ends(entry.shape, itemsize, block)
@@ -186,7 +186,7 @@ def _stored_pieces(index: int, want: Want, extent: Extent, start: int, block: in
         yield StoredPiece(extent.file, start + before * itemsize, nbytes, index, digest, piece, target, at)
 
 
-def _position(piece: Region, regions: Sequence[Region], itemsize: int) -> tuple[int, int]:
+def _position(piece: Box, regions: Sequence[Box], itemsize: int) -> tuple[int, int]:
     """Return the number of the box that the piece goes into unchanged, and the byte; (-1, -1) if it has to be cut."""
     touched = [number for number, region in enumerate(regions) if piece.overlap(region)]
     if len(touched) == 1:

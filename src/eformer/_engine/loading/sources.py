@@ -24,12 +24,12 @@ from eformer._engine.loading.read import nbytes_read, require_unwritten
 from eformer._engine.loading.read_plan import Want, plan_reads
 from eformer._engine.loading.rules import PartitionSpec
 from eformer._engine.loading.select import is_scalar, kind_of, kind_of_dtype
+from eformer._engine.record.boxes import Box
 from eformer._engine.record.digests import sha256_of
 from eformer._engine.record.dtypes import dtype_from_name, is_floating, raw_pieces
 from eformer._engine.record.lazy_arrays import Stacked, stored_leaves
 from eformer._engine.record.names import BARE_LEAF, readable, resolve
 from eformer._engine.record.pieces import bounding, pieces
-from eformer._engine.record.regions import Region
 from eformer._engine.record.text import few
 from eformer._engine.tasks.forks import Lock
 from eformer._engine.tasks.pool import run_all
@@ -253,7 +253,7 @@ class TreeReader:
         self.opened: Files | None = None
         self.lock = Lock()
 
-    def read(self, name: str, entry: LeafEntry, region: Region, threads: int | None = None) -> Array:
+    def read(self, name: str, entry: LeafEntry, region: Box, threads: int | None = None) -> Array:
         wants = [Want(name, entry, entry.dtype, [region])]
         reads = plan_reads(wants, self.tree)
         path_to = self.found.store.path_to
@@ -312,13 +312,13 @@ def read_computed(
 def _tasks(array: LazyArray, target: LeafTarget, meter: Meter) -> list[Callable[[], None]]:
     """Return tasks that read one array, each a slice that the store holds in few runs."""
     dtype = dtype_from_name(target.dtype)
-    outputs: list[tuple[Region, Array]] = [
+    outputs: list[tuple[Box, Array]] = [
         (region, np.ndarray(region.shape, dtype, aligned(dtype.itemsize * region.size)))
         for region in target.wanted
     ]
     target.arrays = [output for _, output in outputs]
 
-    def read(part: Region) -> None:
+    def read(part: Box) -> None:
         elements = array.read(part)
         meter.add(elements.nbytes)
         for region, output in outputs:
@@ -330,13 +330,13 @@ def _tasks(array: LazyArray, target: LeafTarget, meter: Meter) -> list[Callable[
     return [partial(read, part) for box in _boxes(target) for part in _slices(box, array)]
 
 
-def _boxes(target: LeafTarget) -> list[Region]:
+def _boxes(target: LeafTarget) -> list[Box]:
     """Return the boxes to read: one for all regions, unless they lie far apart."""
     around = bounding(target.wanted)
     return [around] if around.size <= 2 * sum(box.size for box in target.wanted) else list(target.wanted)
 
 
-def _slices(box: Region, array: LazyArray) -> list[Region]:
+def _slices(box: Box, array: LazyArray) -> list[Box]:
     """Cut a box across the axis along which reading a slice reads the fewest other bytes."""
     if not box.start or not box.size:
         return [box] if box.size else []
@@ -346,7 +346,7 @@ def _slices(box: Region, array: LazyArray) -> list[Region]:
     rows = max(1, _SLICE_BYTES // max(1, row))
     starts = range(first, last, rows)
     return [
-        Region(
+        Box(
             (*box.start[:axis], start, *box.start[axis + 1 :]),
             (*box.stop[:axis], min(start + rows, last), *box.stop[axis + 1 :]),
         )

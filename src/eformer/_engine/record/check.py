@@ -15,8 +15,8 @@ from eformer.errors import FormatError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from eformer._engine.record.boxes import Box
     from eformer._engine.record.manifest import Coding, Extent, LeafEntry, TreeEntry
-    from eformer._engine.record.regions import Region
 
 _MOST_BLOCK = 2**30  # bytes; a piece is read into memory whole
 MOST_EXPANSION = 50_000  # beyond what any codec reaches: zstd packs 2**17 equal bytes into three
@@ -47,7 +47,7 @@ def check_leaf(name: str, entry: LeafEntry, tree: TreeEntry) -> None:
     check_boxes(name, entry, None, tree)
 
 
-def check_boxes(name: str, entry: LeafEntry, boxes: Sequence[Region] | None, tree: TreeEntry) -> None:
+def check_boxes(name: str, entry: LeafEntry, boxes: Sequence[Box] | None, tree: TreeEntry) -> None:
     """Refuse an entry whose numbers contradict each other, or whose extents lack elements of the `boxes` that are
     wanted; None for the whole leaf."""
     try:
@@ -74,7 +74,7 @@ def is_plain(entry: LeafEntry, extent: Extent, rooms: list[int], block: int) -> 
     )
 
 
-def _check_numbers(entry: LeafEntry, boxes: Sequence[Region] | None, tree: TreeEntry) -> None:
+def _check_numbers(entry: LeafEntry, boxes: Sequence[Box] | None, tree: TreeEntry) -> None:
     itemsize = dtype_from_name(entry.dtype).itemsize
     if len(entry.shape) > MOST_AXES or itemsize * math.prod(max(1, size) for size in entry.shape) >= 2**62:
         raise FormatError(f"{entry.dtype}{list(entry.shape)[:80]} is larger than an array can be")
@@ -97,7 +97,7 @@ def _check_numbers(entry: LeafEntry, boxes: Sequence[Region] | None, tree: TreeE
             )
 
 
-def _is_covered(box: Region, regions: Sequence[Region]) -> bool:
+def _is_covered(box: Box, regions: Sequence[Box]) -> bool:
     """Tell whether every element of the box is in exactly one region."""
     parts = [part for region in regions if (part := box.overlap(region))]
     if len(parts) == 1:

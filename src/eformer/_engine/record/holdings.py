@@ -19,12 +19,12 @@ from eformer.errors import FormatError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from eformer._engine.record.boxes import Box
     from eformer._engine.record.planned import PlannedFile
-    from eformer._engine.record.regions import Region
 
     Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
+Bounds = tuple[tuple[int, ...], tuple[int, ...]]
 
 # Bytes of the table of one process: it travels, and those of 1,000 processes shall not take a second.
 _MOST_BYTES = 2**15
@@ -37,7 +37,7 @@ class Held(Struct, frozen=True, array_like=True, gc=False):
     """The boxes that a file has of each leaf in a list, given by its number; None for whole leaves."""
 
     leaves: int
-    boxes: tuple[Box, ...] | None = None
+    boxes: tuple[Bounds, ...] | None = None
 
 
 class Holdings(Struct, frozen=True):
@@ -75,21 +75,21 @@ def holdings_of(groups: Sequence[Sequence[PlannedFile]], numbers: Mapping[str, i
     return found if len(msgspec.msgpack.encode(found)) <= _MOST_BYTES else None
 
 
-def _alike(files: Iterable[PlannedFile], numbers: Mapping[str, int]) -> dict[tuple[Box, ...], list[int]]:
+def _alike(files: Iterable[PlannedFile], numbers: Mapping[str, int]) -> dict[tuple[Bounds, ...], list[int]]:
     """Group the leaves in the files by their boxes; no boxes for whole leaves."""
-    regions: dict[str, list[Region]] = {}
+    regions: dict[str, list[Box]] = {}
     for file in files:
         for extent in file.extents:
             found = regions.setdefault(extent.source.name, [])
             if extent.region is not None:
                 found.append(extent.region)
-    alike: dict[tuple[Box, ...], list[int]] = {}
+    alike: dict[tuple[Bounds, ...], list[int]] = {}
     for name, boxes in regions.items():
         alike.setdefault(_few(boxes), []).append(numbers[name])
     return alike
 
 
-def _few(regions: Sequence[Region]) -> tuple[Box, ...]:
+def _few(regions: Sequence[Box]) -> tuple[Bounds, ...]:
     if len(regions) > _MOST_BOXES:
         regions = [bounding(regions)]
     return tuple((region.start, region.stop) for region in regions)
@@ -110,19 +110,17 @@ def joined_holdings(holdings: Iterable[Holdings | None]) -> Holdings | None:
 # ------------------------------------------------------------------------------------------------ read
 
 
-def holders(
-    holdings: Holdings, count: int, wants: Iterable[tuple[int, Sequence[Region] | None]]
-) -> list[int]:
+def holders(holdings: Holdings, count: int, wants: Iterable[tuple[int, Sequence[Box] | None]]) -> list[int]:
     """Return the numbers of the files whose records have wanted boxes of a tree of `count` leaves.
 
     A want is the number of a leaf and the boxes of it; None for the whole leaf. No leaf is wanted twice.
     """
-    kinds: dict[tuple[Region, ...] | None, int] = {}
+    kinds: dict[tuple[Box, ...] | None, int] = {}
     kind_of = np.full(count, -1, np.int64)
     for leaf, regions in wants:
         kind_of[leaf] = kinds.setdefault(None if regions is None else tuple(regions), len(kinds))
     wanted = _wanted(holdings, kind_of, list(kinds))
-    boxes: dict[int, list[tuple[int, Box]]] = {}
+    boxes: dict[int, list[tuple[int, Bounds]]] = {}
     found: set[int] = set()
     for number, file in enumerate(holdings.files):
         for held in file:
@@ -138,11 +136,11 @@ def holders(
 
 
 def _wanted(
-    holdings: Holdings, kind_of: Numbers, kinds: Sequence[tuple[Region, ...] | None]
-) -> dict[int, set[Region] | None]:
+    holdings: Holdings, kind_of: Numbers, kinds: Sequence[tuple[Box, ...] | None]
+) -> dict[int, set[Box] | None]:
     """Return by list of leaves the boxes that are wanted of one of them; None for all. Lists that nobody wants are left
     out."""
-    wanted: dict[int, set[Region] | None] = {}
+    wanted: dict[int, set[Box] | None] = {}
     for number, packed in enumerate(holdings.leaves):
         there = kind_of[unpack(packed, len(kind_of))]
         found = [kinds[kind] for kind in np.unique(there[there >= 0])]
@@ -152,7 +150,7 @@ def _wanted(
     return wanted
 
 
-def _overlapping(candidates: Sequence[tuple[int, Box]], wanted: Iterable[Region]) -> Iterator[int]:
+def _overlapping(candidates: Sequence[tuple[int, Bounds]], wanted: Iterable[Box]) -> Iterator[int]:
     """Yield the files of the boxes that overlap a wanted one."""
     try:
         starts = np.array([start for _, (start, _) in candidates], np.int64)

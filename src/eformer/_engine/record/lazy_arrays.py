@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from eformer._engine.record.boxes import Box, contiguous
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.planned import LazyArray
-from eformer._engine.record.regions import Region, contiguous
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ _LARGE_CHUNKS = 2**23  # bytes; larger ones are kept between reads
 class LeafReader(Protocol):
     """Read boxes of leaves from an open checkpoint."""
 
-    def read(self, name: str, entry: LeafEntry, region: Region, threads: int | None = None) -> Array:
+    def read(self, name: str, entry: LeafEntry, region: Box, threads: int | None = None) -> Array:
         """Return the elements of a box. What has digests is checked."""
         ...
 
@@ -43,19 +43,19 @@ class StoredLeaf(LazyArray):
         self.keeps_small = keeps_small
         self.shape, self.dtype = entry.shape, dtype_from_name(entry.dtype)
         self.threads: int | None = None
-        self._decoded: dict[Region, Array] = {}
+        self._decoded: dict[Box, Array] = {}
         self._lock = threading.Lock()
 
-    def read(self, region: Region) -> Array:
+    def read(self, region: Box) -> Array:
         if self.decoded_nbytes > _LARGE_CHUNKS or (self.keeps_small and self._is_in_few_chunks(region)):
             return self._from_chunks(region)
         return self.reader.read(self.name, self.entry, region, self.threads)
 
-    def _is_in_few_chunks(self, region: Region) -> bool:
+    def _is_in_few_chunks(self, region: Box) -> bool:
         return 0 < sum(chunk.overlap(region) is not None for chunk in self.chunks) <= _FEW_CHUNKS
 
     @lazy_property
-    def chunks(self) -> list[Region]:
+    def chunks(self) -> list[Box]:
         """List the boxes that are stored encoded, and can only be read whole."""
         return [self.entry.region_of(extent) for extent in self.entry.extents if extent.coding]
 
@@ -67,7 +67,7 @@ class StoredLeaf(LazyArray):
             nbytes[chunk.start[0] if chunk.start else 0] += chunk.size * self.dtype.itemsize
         return max(nbytes.values(), default=0)
 
-    def _from_chunks(self, region: Region) -> Array:
+    def _from_chunks(self, region: Box) -> Array:
         """Decode each large chunk once: keep the chunks of the latest read for the rows that follow."""
         with self._lock:  # several new leaves may come from this one
             kept, self._decoded = self._decoded, {}
@@ -95,11 +95,11 @@ class Transposed(LazyArray):
         self.shape, self.dtype = tuple(inner.shape[axis] for axis in axes), inner.dtype
         self.slow_axis = axes.index(inner.slow_axis) if axes else 0
 
-    def read(self, region: Region) -> Array:
+    def read(self, region: Box) -> Array:
         start, stop = [0] * len(self.axes), [0] * len(self.axes)
         for here, axis in enumerate(self.axes):
             start[axis], stop[axis] = region.start[here], region.stop[here]
-        return self.inner.read(Region(tuple(start), tuple(stop))).transpose(self.axes)
+        return self.inner.read(Box(tuple(start), tuple(stop))).transpose(self.axes)
 
     def forget(self) -> None:
         self.inner.forget()
@@ -116,10 +116,10 @@ class Stacked(LazyArray):
         self.slow_axis = axis
         self._latest = inners[0]
 
-    def read(self, region: Region) -> Array:
+    def read(self, region: Box) -> Array:
         axis = self.axis
         first, last = region.start[axis], region.stop[axis]
-        inner = Region(_without(region.start, axis), _without(region.stop, axis))
+        inner = Box(_without(region.start, axis), _without(region.stop, axis))
         if last - first == 1:
             return np.expand_dims(self._read(first, inner), axis)
         whole = np.empty(region.shape, self.dtype)
@@ -127,7 +127,7 @@ class Stacked(LazyArray):
             whole[(slice(None),) * axis + (number - first,)] = self._read(number, inner)
         return whole
 
-    def _read(self, number: int, region: Region) -> Array:
+    def _read(self, number: int, region: Box) -> Array:
         """Read from one array, after the previous one has dropped its decoded chunks. Several threads may read."""
         before, array = self._latest, self.inners[number]
         self._latest = array
@@ -148,11 +148,11 @@ class Unstacked(LazyArray):
         self.in_order = axis == 0 and inner.in_order
         self.slow_axis = 0 if inner.slow_axis == axis else inner.slow_axis - (inner.slow_axis > axis)
 
-    def read(self, region: Region) -> Array:
+    def read(self, region: Box) -> Array:
         axis, index = self.axis, self.index
         start = (*region.start[:axis], index, *region.start[axis:])
         stop = (*region.stop[:axis], index + 1, *region.stop[axis:])
-        return self.inner.read(Region(start, stop)).squeeze(axis)
+        return self.inner.read(Box(start, stop)).squeeze(axis)
 
     def forget(self) -> None:
         if self.index == self.inner.shape[self.axis] - 1:  # the last user of the shared array

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Raw, Struct, field
 
+from eformer._engine.record.boxes import Box
 from eformer._engine.record.check import check_leaf, check_tree, is_plain
 from eformer._engine.record.digests import NO_DIGEST, check_own_digest, stamp_digest, xxh3_64_number
 from eformer._engine.record.display import Shown, TreeSummary
@@ -23,7 +24,6 @@ from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.names import Spellings, ambiguous, with_nearest
 from eformer._engine.record.outline import LeafLine
 from eformer._engine.record.pieces import PIECE_BYTES
-from eformer._engine.record.regions import Region
 from eformer._engine.record.text import printable, shortened
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder, parse_json, value_from_json
 from eformer.errors import FormatError, VersionError
@@ -123,13 +123,13 @@ class LeafEntry(Struct, frozen=True, array_like=True, gc=False, omit_defaults=Tr
     def described(self) -> str:
         return f"{self.logical_dtype}{list(self.logical_shape)}"
 
-    def region_of(self, extent: Extent) -> Region:
-        return _region(extent.region) if extent.region else Region.whole(self.shape)
+    def region_of(self, extent: Extent) -> Box:
+        return _region(extent.region) if extent.region else Box.whole(self.shape)
 
 
 @lru_cache(2**14)  # leaves that are cut alike have the same boxes
-def _region(box: tuple[tuple[int, ...], tuple[int, ...]]) -> Region:
-    return Region(*box)
+def _region(box: tuple[tuple[int, ...], tuple[int, ...]]) -> Box:
+    return Box(*box)
 
 
 class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):

@@ -7,7 +7,7 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from eformer._engine.record.regions import Region
+from eformer._engine.record.boxes import Box
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -16,22 +16,20 @@ if TYPE_CHECKING:
 PIECE_BYTES = 2**20
 
 
-def pieces(shape: tuple[int, ...], itemsize: int, limit: int) -> list[Region]:
+def pieces(shape: tuple[int, ...], itemsize: int, limit: int) -> list[Box]:
     """Cut a box of this shape into boxes of at most `limit` bytes, each contiguous in C order, in that order.
 
     An empty box has no pieces.
     """
-    return [piece for _, piece in pieces_in(Region.whole(shape), shape, itemsize, limit)]
+    return [piece for _, piece in pieces_in(Box.whole(shape), shape, itemsize, limit)]
 
 
-def pieces_in(
-    region: Region, shape: tuple[int, ...], itemsize: int, limit: int
-) -> Iterator[tuple[int, Region]]:
+def pieces_in(region: Box, shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[tuple[int, Box]]:
     """Yield those of the `pieces` that touch the region, with their numbers, without computing the others."""
     if not region.size:
         return
     if itemsize * math.prod(shape) <= max(limit, itemsize):
-        yield 0, Region.whole(shape)
+        yield 0, Box.whole(shape)
         return
     axis, rows = _cut(shape, itemsize, limit)
     inner, in_a_row = shape[axis + 1 :], -(-shape[axis] // rows)
@@ -43,7 +41,7 @@ def pieces_in(
         end = tuple(index + 1 for index in outer)
         for part in range(region.start[axis] // rows, -(-region.stop[axis] // rows)):
             start, stop = part * rows, min((part + 1) * rows, shape[axis])
-            yield number * in_a_row + part, Region((*outer, start, *(0 for _ in inner)), (*end, stop, *inner))
+            yield number * in_a_row + part, Box((*outer, start, *(0 for _ in inner)), (*end, stop, *inner))
 
 
 def piece_sizes(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[int]:
@@ -83,9 +81,9 @@ def _cut(shape: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, int]:
     return len(shape) - 1, 1  # an element is larger than the limit
 
 
-def joined(boxes: Iterable[Region], itemsize: int, limit: int) -> Iterator[list[Region]]:
+def joined(boxes: Iterable[Box], itemsize: int, limit: int) -> Iterator[list[Box]]:
     """Group consecutive pieces, as many as form a box of at most `limit` bytes."""
-    group: list[Region] = []
+    group: list[Box] = []
     around, size = None, 0
     for box in boxes:
         around = bounding([around, box]) if around else box
@@ -98,14 +96,14 @@ def joined(boxes: Iterable[Region], itemsize: int, limit: int) -> Iterator[list[
         yield group
 
 
-def bounding(boxes: Sequence[Region]) -> Region:
+def bounding(boxes: Sequence[Box]) -> Box:
     """Return the smallest box that contains all boxes."""
     starts = zip(*(box.start for box in boxes), strict=True)
     stops = zip(*(box.stop for box in boxes), strict=True)
-    return Region(tuple(map(min, starts)), tuple(map(max, stops)))
+    return Box(tuple(map(min, starts)), tuple(map(max, stops)))
 
 
-def merged(regions: Sequence[Region]) -> list[Region]:
+def merged(regions: Sequence[Box]) -> list[Box]:
     """Return one box if the disjoint `regions` fill it exactly, else the regions themselves."""
     if len(regions) < 2:
         return list(regions)
@@ -113,12 +111,12 @@ def merged(regions: Sequence[Region]) -> list[Region]:
     return [box] if box.size == sum(region.size for region in regions) else list(regions)
 
 
-def shifted(boxes: Iterable[Region], start: tuple[int, ...]) -> list[Region]:
+def shifted(boxes: Iterable[Box], start: tuple[int, ...]) -> list[Box]:
     """Move boxes that are relative to `start` to absolute coordinates."""
     if not any(start):
         return list(boxes)
     return [
-        Region(
+        Box(
             tuple(a + o for a, o in zip(box.start, start, strict=True)),
             tuple(b + o for b, o in zip(box.stop, start, strict=True)),
         )
@@ -126,7 +124,7 @@ def shifted(boxes: Iterable[Region], start: tuple[int, ...]) -> list[Region]:
     ]
 
 
-def offset_within(box: Region, outer: Region) -> int | None:
+def offset_within(box: Box, outer: Box) -> int | None:
     """Return how many elements of `outer` precede `box`, if `box` is one contiguous run of `outer`; else None."""
     if any(a < c or b > d for a, b, c, d in zip(box.start, box.stop, outer.start, outer.stop, strict=True)):
         return None
@@ -139,7 +137,7 @@ def offset_within(box: Region, outer: Region) -> int | None:
     return offset
 
 
-def is_tiling(boxes: Sequence[Region], shape: tuple[int, ...]) -> bool:
+def is_tiling(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
     """Tell whether every element of the shape is in exactly one box. All boxes must be inside the shape."""
     boxes = [box for box in boxes if box.size]
     if sum(box.size for box in boxes) != math.prod(shape) or len({box.start for box in boxes}) < len(boxes):
@@ -152,9 +150,9 @@ def is_tiling(boxes: Sequence[Region], shape: tuple[int, ...]) -> bool:
     return not _overlap_anywhere(boxes, max(range(len(shape)), key=lambda axis: len(edges[axis])))
 
 
-def _overlap_anywhere(boxes: Sequence[Region], axis: int) -> bool:
+def _overlap_anywhere(boxes: Sequence[Box], axis: int) -> bool:
     """Tell whether any two boxes overlap, by a sweep along one axis."""
-    still_open: list[Region] = []
+    still_open: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.start[axis]):
         still_open = [other for other in still_open if other.stop[axis] > box.start[axis]]
         if any(box.overlap(other) for other in still_open):

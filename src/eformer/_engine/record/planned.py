@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from eformer._engine.record.boxes import Box
 from eformer._engine.record.digests import NO_DIGEST, xxh3_128
 from eformer._engine.record.dtypes import dtype_from_name, from_raw
 from eformer._engine.record.manifest import Coding, DataFile, Extent, LeafEntry, weight_of
 from eformer._engine.record.pieces import count_pieces
 from eformer._engine.record.process_records import ProcessRecord
-from eformer._engine.record.regions import Region
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.record.manifest import RecordedSharding
 
-ArrayBox = tuple[Region, Any]
+ArrayBox = tuple[Box, Any]
 """A box of a leaf, and the array that holds it: in host memory, on a device, or a `LazyArray`."""
 
 
@@ -42,7 +42,7 @@ class LazyArray:
     in_order: bool
     slow_axis: int = 0
 
-    def read(self, region: Region) -> np.ndarray[Any, Any]:
+    def read(self, region: Box) -> np.ndarray[Any, Any]:
         """Read one box."""
         raise NotImplementedError
 
@@ -69,7 +69,7 @@ class Source(Struct, frozen=True, gc=False):
     sharding: RecordedSharding | None = None
     whole: np.ndarray[Any, Any] | bytes | None = None
     parts: Sequence[ArrayBox] = ()
-    regions: Sequence[Region] = ()
+    regions: Sequence[Box] = ()
     shard: tuple[int, ...] | None = None
     owner: int = 0
     is_first: bool = True
@@ -86,12 +86,12 @@ class Source(Struct, frozen=True, gc=False):
         whole = self.whole
         if isinstance(whole, bytes):
             whole = from_raw(memoryview(whole), self.dtype, self.shape)
-        return [(Region.whole(self.shape), whole)]
+        return [(Box.whole(self.shape), whole)]
 
     @property
-    def own_regions(self) -> Sequence[Region]:
+    def own_regions(self) -> Sequence[Box]:
         """Return the regions that this process writes."""
-        return self.regions if self.whole is None else [Region.whole(self.shape)]
+        return self.regions if self.whole is None else [Box.whole(self.shape)]
 
     @property
     def is_all_here(self) -> bool:
@@ -111,7 +111,7 @@ class PlannedExtent(Struct, gc=False):
     """
 
     source: Source
-    region: Region | None
+    region: Box | None
     shape: tuple[int, ...]
     nbytes: int
     digests: list[str]
@@ -120,8 +120,8 @@ class PlannedExtent(Struct, gc=False):
     is_packed: bool = False
 
     @property
-    def box(self) -> Region:
-        return self.region or Region.whole(self.source.shape)
+    def box(self) -> Box:
+        return self.region or Box.whole(self.source.shape)
 
     def extent(self, file: int) -> Extent:
         region = None if self.region is None else (self.region.start, self.region.stop)

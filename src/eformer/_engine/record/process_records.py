@@ -23,8 +23,8 @@ from eformer.errors import FormatError
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
 
+    from eformer._engine.record.boxes import Box
     from eformer._engine.record.manifest import BoxedTree
-    from eformer._engine.record.regions import Region
 
 
 class ProcessRecord(Struct, omit_defaults=True):
@@ -60,7 +60,7 @@ def with_some_records(
     tree: TreeEntry,
     entries: Mapping[str, LeafEntry],
     records: Mapping[int, ProcessRecord],
-    wanted: Mapping[str, Sequence[Region] | None],
+    wanted: Mapping[str, Sequence[Box] | None],
 ) -> BoxedTree:
     """Return the tree with the `wanted` leaves alone, and of these at least the wanted boxes; None is a whole leaf.
 

@@ -14,9 +14,9 @@ from eformer._engine.formats.find import find
 from eformer._engine.formats.safetensors.header import open_header
 from eformer._engine.formats.safetensors.layout import plan_extents
 from eformer._engine.formats.safetensors.names import PRIVATE, own_name, region_name, save_of, tensor_names
+from eformer._engine.record.boxes import Box
 from eformer._engine.record.digests import DIGEST_DIGITS, xxh3_128
 from eformer._engine.record.names import readable
-from eformer._engine.record.regions import Region
 from eformer._engine.record.text import few
 from eformer._engine.saving.recheck import GONE, find_damaged, places_of
 from eformer._engine.saving.staging import released
@@ -176,7 +176,7 @@ def _linkable_files(
         for extent in extents:
             needed[extent.file] += extent.nbytes
             called[extent.file].add(
-                region_name(tensors[leaf], Region(*extent.region) if extent.region else None)
+                region_name(tensors[leaf], Box(*extent.region) if extent.region else None)
             )
     found = {}
     for number, nbytes in needed.most_common(_MOST_KEPT):

@@ -11,11 +11,11 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from msgspec import Struct
 
+from eformer._engine.record.boxes import Box, to_bytes
 from eformer._engine.record.digests import Hasher
 from eformer._engine.record.dtypes import is_floating, name_of_dtype
 from eformer._engine.record.pieces import merged
 from eformer._engine.record.planned import Source
-from eformer._engine.record.regions import Region, to_bytes
 from eformer._engine.record.text import few
 from eformer._engine.record.values import code_to_json, is_recorded, value_to_json
 from eformer._engine.saving.save import Compared
@@ -165,7 +165,7 @@ class _Reader:
     def compare(self, name: str, array: jax.Array) -> None:
         """Compare a small array that every process has a copy of, such as the step: the copies must be the same."""
         if len(self.replicas) < _MOST_REPLICAS:
-            region = Region.whole(array.shape)
+            region = Box.whole(array.shape)
             self.replicas.append(
                 Source(name, array.dtype.name, array.shape, parts=[(region, _data(array, 0))])
             )
@@ -232,7 +232,7 @@ class _Reader:
             found = self.cuts[key] = _cut(array, self.hosts)
         return found
 
-    def mine(self, cut: _Cut, itemsize: int) -> tuple[dict[Region, int], bool]:
+    def mine(self, cut: _Cut, itemsize: int) -> tuple[dict[Box, int], bool]:
         """Return the boxes that this process writes, and whether one of them is the first.
 
         A box that several processes hold is written by the one with the least to write.
@@ -262,7 +262,7 @@ class _Reader:
                     parts[number] = (region, next(copies))
 
 
-_whole = lru_cache(1024)(Region.whole)  # most arrays of a tree have one of a few shapes
+_whole = lru_cache(1024)(Box.whole)  # most arrays of a tree have one of a few shapes
 
 
 def _where(sharding: Any) -> Any:
@@ -297,14 +297,14 @@ class _Cut:
 
     def __init__(
         self,
-        holders: dict[Region, np.ndarray[Any, np.dtype[np.int64]]],
-        here: dict[Region, int],
+        holders: dict[Box, np.ndarray[Any, np.dtype[np.int64]]],
+        here: dict[Box, int],
         shard: tuple[int, ...],
         hosts: Hosts,
     ) -> None:
         self.holders, self.here, self.shard = holders, here, shard
         self.is_everywhere = len(holders) == 1 and all(len(who) == hosts.count for who in holders.values())
-        self.settled: tuple[dict[Region, int], bool] | None = None
+        self.settled: tuple[dict[Box, int], bool] | None = None
         self.elements = np.zeros(hosts.count, np.int64)
         if all(len(who) == 1 for who in holders.values()):  # the choice does not depend on `written`
             self.settled = self.of([int(who[0]) for who in holders.values()], hosts.index)
@@ -314,13 +314,13 @@ class _Cut:
         is_even = bool((self.elements == self.elements[0]).all())
         self.counts = not is_even and np.count_nonzero(self.elements) > 1
 
-    def of(self, owned: Sequence[int], process: int) -> tuple[dict[Region, int], bool]:
+    def of(self, owned: Sequence[int], process: int) -> tuple[dict[Box, int], bool]:
         mine = [region for region, owner in zip(self.holders, owned, strict=True) if owner == process]
         return {region: self.here[region] for region in mine}, owned[0] == process
 
 
 def _cut(array: jax.Array, hosts: Hosts) -> _Cut:
-    holders: dict[Region, dict[int, None]] = {}
+    holders: dict[Box, dict[int, None]] = {}
     placed: Any = array.sharding.devices_indices_map(array.shape)  # jax does not type devices
     for device, index in placed.items():
         process = hosts.process_of(device)
@@ -330,7 +330,7 @@ def _cut(array: jax.Array, hosts: Hosts) -> _Cut:
                 "from all processes that hold it (SaveOptions.processes)"
             )
         holders.setdefault(_region(index, array.shape), {})[process] = None
-    here: dict[Region, int] = {}
+    here: dict[Box, int] = {}
     for number, shard in enumerate(array.addressable_shards):
         if hosts.process_of(shard.device) == hosts.index:
             here.setdefault(_region(shard.index, array.shape), number)
@@ -370,9 +370,9 @@ def _plain_value(leaf: Any) -> Any:
     return value
 
 
-def _region(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
+def _region(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
     bounds = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
-    return Region(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
+    return Box(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
 
 
 def _have_room(needed: Mapping[Any, int]) -> bool:

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from eformer._engine.record.boxes import contiguous
 from eformer._engine.record.planned import LazyArray
-from eformer._engine.record.regions import contiguous
 from eformer._engine.tasks import interrupts
 from eformer._engine.trees.devices import staged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from eformer._engine.record.boxes import Box
     from eformer._engine.record.planned import ArrayBox, Source
-    from eformer._engine.record.regions import Region
 
 
 def released(source: Source) -> Source:
@@ -45,7 +45,7 @@ class Staging:
         enough = [_enough_of(array) for _, array in parts] or [_CPU_BATCH_BYTES]
         return min(self.budget // 4, *enough)
 
-    def fetch(self, parts: Sequence[ArrayBox], region: Region) -> tuple[list[ArrayBox], int]:
+    def fetch(self, parts: Sequence[ArrayBox], region: Box) -> tuple[list[ArrayBox], int]:
         """Return the boxes inside `region` in host memory, and the number of bytes to `release` when they are written.
 
         Wait until enough of the budget is released; a single region may be larger than the budget.
@@ -63,7 +63,7 @@ class Staging:
             raise
 
     @contextmanager
-    def reading(self, source: Source, region: Region) -> Iterator[np.ndarray[Any, Any]]:
+    def reading(self, source: Source, region: Box) -> Iterator[np.ndarray[Any, Any]]:
         """Yield the elements of a box of a leaf in C order. Their memory is released after the block."""
         boxes, held = self.fetch(source.boxes, region)
         try:
@@ -91,7 +91,7 @@ def _enough_of(array: Any) -> int:
     return _CPU_BATCH_BYTES if device.platform == "cpu" else sys.maxsize  # arrays on a CPU are only unpacked
 
 
-def on_host(array: Any, region: Region) -> np.ndarray[Any, Any]:
+def on_host(array: Any, region: Box) -> np.ndarray[Any, Any]:
     if isinstance(array, np.ndarray):
         return array[region.slices]
     if isinstance(array, LazyArray):

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from eformer._engine.formats.codecs import zstd_compress
+from eformer._engine.record.boxes import contiguous, to_bytes
 from eformer._engine.record.digests import sha256_of, xxh3_128
 from eformer._engine.record.dtypes import pack_nibbles
 from eformer._engine.record.pieces import bounding, joined, piece_sizes, pieces, shifted
-from eformer._engine.record.regions import contiguous, to_bytes
 from eformer._engine.saving.staging import released
 from eformer._engine.tasks.pool import Countdown, run_all
 from eformer._engine.tasks.progress import SILENT
@@ -20,8 +20,8 @@ from eformer._engine.tasks.progress import SILENT
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from eformer._engine.record.boxes import Box
     from eformer._engine.record.planned import ArrayBox, PlannedExtent, PlannedFile, Source
-    from eformer._engine.record.regions import Region
     from eformer._engine.saving.staging import Staging
     from eformer._engine.stores.base import Sink, Upload
     from eformer._engine.tasks.progress import Meter
@@ -269,7 +269,7 @@ def _write_run(
     extent: PlannedExtent,
     number: int,
     boxes: Sequence[ArrayBox],
-    run: Sequence[Region],
+    run: Sequence[Box],
     offset: int,
     lease: Countdown,
 ) -> None:
@@ -300,7 +300,7 @@ def digests_of(extent: PlannedExtent, block: int, staging: Staging) -> Iterator[
             staging.release(held)
 
 
-def _groups(extent: PlannedExtent, block: int, staging: Staging) -> Iterator[Sequence[Region]]:
+def _groups(extent: PlannedExtent, block: int, staging: Staging) -> Iterator[Sequence[Box]]:
     """Group the pieces of a box by what is fetched at once."""
     itemsize = extent.source.itemsize
     inside = shifted(pieces(extent.box.shape, itemsize, block), extent.box.start)

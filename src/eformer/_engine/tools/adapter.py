@@ -11,9 +11,9 @@ import msgspec
 
 from eformer._engine.formats.nested_names import nested, parts_of_name
 from eformer._engine.formats.others.peft import CONFIG, CONFIG_KEY
+from eformer._engine.record.boxes import Box
 from eformer._engine.record.lazy_arrays import Transposed, stored_leaves
 from eformer._engine.record.names import readable
-from eformer._engine.record.regions import Region
 from eformer._engine.record.text import count, few
 from eformer.errors import MismatchError
 
@@ -101,7 +101,7 @@ class AdapterLeaf:
         ((_, array),) = self.source.parts
         if self.name.is_transposed:
             array = Transposed(array, (1, 0))
-        whole = Region.whole(self.shape)
+        whole = Box.whole(self.shape)
         return msgspec.structs.replace(
             self.source, name=name, shape=self.shape, sharding=None, parts=((whole, array),), regions=(whole,)
         )

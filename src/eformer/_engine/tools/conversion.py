@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from eformer._engine.formats.nested_names import nested, nested_spelled, split_spelled
+from eformer._engine.record.boxes import Box
 from eformer._engine.record.dtypes import floating_dtype, is_floating
 from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.manifest import UNREADABLE, parse_structure
 from eformer._engine.record.names import join_name, split_name
 from eformer._engine.record.planned import Source
-from eformer._engine.record.regions import Region
 from eformer._engine.record.rename import Renamed, Rule, apply, refuse_transformed_keys
 from eformer._engine.record.text import count, few, glance, shortened, size
 from eformer._engine.record.values import LeftToCode, value_from_json
@@ -139,7 +139,7 @@ def _leave_out_functions(tree: ConvertedTree, target: TargetFormat) -> None:
 def _source(name: str, array: LazyArray, cast: str | None) -> Source:
     (first, *_) = stored_leaves(array)
     entry, is_whole = first.entry, array is first
-    whole = Region.whole(array.shape)
+    whole = Box.whole(array.shape)
     dtype = cast if cast and is_floating(entry.dtype) else entry.dtype
     is_unchanged = is_whole and dtype == entry.dtype
     return Source(
@@ -232,7 +232,7 @@ def summarize(
 
 def _describe_array(tree: ConvertedTree, source: Source) -> ConvertedLeaf:
     ((_, array),) = source.parts
-    nbytes = source.itemsize * Region.whole(source.shape).size
+    nbytes = source.itemsize * Box.whole(source.shape).size
     stored = stored_leaves(array)
     changes = [tree.transforms.get(source.name, "")]
     if stored[0].entry.dtype != source.dtype:

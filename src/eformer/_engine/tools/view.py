@@ -13,12 +13,12 @@ import numpy as np
 from eformer._engine.formats.find import look_at, signer_of, was_replaced
 from eformer._engine.loading.fetch import fetch
 from eformer._engine.loading.read_plan import Want, plan_reads
+from eformer._engine.record.boxes import Box
 from eformer._engine.record.display import Shown
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.manifest import Leaves, Manifest
 from eformer._engine.record.names import Spellings, ambiguous, with_nearest
-from eformer._engine.record.regions import Region
 from eformer._engine.record.values import value_from_json
 from eformer._engine.stores.cache import caching
 from eformer._engine.stores.keys import public_key
@@ -211,7 +211,7 @@ class View(Shown, Mapping[str, Any]):
     def _shown(self) -> tuple[str, Sequence[TreeSummary], Sequence[str]]:
         return f"{self._path} ({self.format})", [self._tree.summary(self._prefix)], self.left_out
 
-    def read(self, name: str, entry: LeafEntry, region: Region, threads: int | None = None) -> Array:
+    def read(self, name: str, entry: LeafEntry, region: Box, threads: int | None = None) -> Array:
         ((array,),) = self._fetch([Want(name, entry, entry.dtype, [region])], threads)
         return array
 
@@ -268,7 +268,7 @@ class LeafView:
 
     @property
     def size(self) -> int:
-        return Region.whole(self.shape).size
+        return Box.whole(self.shape).size
 
     @property
     def nbytes(self) -> int:
@@ -296,7 +296,7 @@ class LeafView:
         return f"<leaf {self.name}: {self.entry.described}>"
 
 
-def _box(index: Any, shape: tuple[int, ...]) -> tuple[Region, tuple[Any, ...]]:
+def _box(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
     """Return the smallest box that contains the indexed elements, and the index inside that box."""
     parts = index if isinstance(index, tuple) else (index,)
     dots = [position for position, part in enumerate(parts) if part is Ellipsis]
@@ -309,7 +309,7 @@ def _box(index: Any, shape: tuple[int, ...]) -> tuple[Region, tuple[Any, ...]]:
     every = (slice(None),) * (len(shape) - given)
     ranges = [*map(_range, (*parts[:at], *every, *parts[at + 1 :]), shape)]
     start, stop, rest = zip(*ranges, strict=True) if ranges else ((), (), ())
-    return Region(start, stop), rest
+    return Box(start, stop), rest
 
 
 def _range(part: Any, size: int) -> tuple[int, int, Any]:

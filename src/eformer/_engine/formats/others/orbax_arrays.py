@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.formats.others.orbax_metadata import TreeMetadata
     from eformer._engine.formats.others.single_file import Library
-    from eformer._engine.record.regions import Region
+    from eformer._engine.record.boxes import Box
 
 _CACHE_BYTES = 2**25
 _MOST_FILLED = 2**36  # bytes of arrays that may be fill values alone
@@ -235,7 +235,7 @@ class Chunk(Struct, frozen=True):
 
     name: str
     array: Any
-    box: Region
+    box: Box
     nbytes: int
     blosc: BloscChunks | None = None
 
@@ -313,7 +313,7 @@ class BloscChunks(Struct, frozen=True):
     start: str
     separator: str
 
-    def require_claims(self, box: Region) -> None:
+    def require_claims(self, box: Box) -> None:
         """Refuse a box with a chunk that claims to be larger than it can be. Missing chunks are left to TensorStore."""
         for name, _ in chunks_in(box, self.shape, self.chunk):
             key = self.start + name.replace(".", self.separator) if self.shape else self.start or "0"

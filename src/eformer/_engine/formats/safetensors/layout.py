@@ -17,7 +17,7 @@ from eformer._engine.record.planned import PlannedExtent, PlannedFile, Source, n
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from eformer._engine.record.regions import Region
+    from eformer._engine.record.boxes import Box
 
 # safetensors readers refuse a header of more than 100 MB.
 MAX_HEADER_BYTES = 90_000_000
@@ -113,7 +113,7 @@ def plan_extents(source: Source, block: int) -> Iterable[PlannedExtent]:
     ]
 
 
-def _extent(source: Source, region: Region | None, shape: tuple[int, ...], block: int) -> PlannedExtent:
+def _extent(source: Source, region: Box | None, shape: tuple[int, ...], block: int) -> PlannedExtent:
     nbytes, pieces, is_packed = _room(source.dtype, shape, block)
     return PlannedExtent(source, region, shape, nbytes, [NO_DIGEST] * pieces, 0, None, is_packed)
 

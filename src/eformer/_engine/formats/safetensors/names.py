@@ -11,7 +11,7 @@ from eformer._engine.record.names import escape, readable_names
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
 
-    from eformer._engine.record.regions import Region
+    from eformer._engine.record.boxes import Box
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -69,7 +69,7 @@ def tensor_names(leaves: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def region_name(tensor: str, region: Region | None) -> str:
+def region_name(tensor: str, region: Box | None) -> str:
     """Return what a region of a leaf is called in a file; None is the whole leaf."""
     if region is None:
         return tensor

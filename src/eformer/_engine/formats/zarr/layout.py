@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Struct
 
+from eformer._engine.record.boxes import Box
 from eformer._engine.record.digests import NO_DIGEST
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.manifest import Coding
 from eformer._engine.record.names import name_to_path
 from eformer._engine.record.planned import PlannedExtent, PlannedFile, Source, no_digests
-from eformer._engine.record.regions import Region
 from eformer._engine.record.zarray import ZARRAY
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class _Chunk(Struct, frozen=True):
     """A chunk that this process writes. `region` is None for the whole leaf, `pieces` the number of its digests."""
 
     name: str
-    region: Region | None
+    region: Box | None
     shape: tuple[int, ...]
     nbytes: int
     pieces: int
@@ -171,12 +171,12 @@ def _rows(size: int, most: int, must_divide: bool) -> int:
     return -(-size // -(-size // most))
 
 
-def chunks_of(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[str, Region]]:
+def chunks_of(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[str, Box]]:
     """Return the file name and the box of each chunk. An empty array has no chunks."""
-    return chunks_in(Region.whole(shape), shape, chunk)
+    return chunks_in(Box.whole(shape), shape, chunk)
 
 
-def chunks_in(region: Region, shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[str, Region]]:
+def chunks_in(region: Box, shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[str, Box]]:
     """Yield the chunks that make up a region, without going through the others."""
     size = region.shape
     for number in range(count_chunks(size, chunk)):
@@ -184,7 +184,7 @@ def chunks_in(region: Region, shape: tuple[int, ...], chunk: tuple[int, ...]) ->
         index = tuple(a // c + i for a, c, i in zip(region.start, chunk, place, strict=True))
         start = tuple(i * c for i, c in zip(index, chunk, strict=True))
         stop = tuple(min(a + c, s) for a, c, s in zip(start, chunk, shape, strict=True))
-        yield ".".join(map(str, index)) or "0", Region(start, stop)
+        yield ".".join(map(str, index)) or "0", Box(start, stop)
 
 
 def _place_of(number: int, shape: tuple[int, ...], chunk: tuple[int, ...]) -> tuple[int, ...]:

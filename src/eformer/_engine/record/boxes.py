@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class Box:
     """A box `start <= index < stop`. An empty box overlaps nothing, not even itself."""
 
     start: tuple[int, ...]
@@ -31,7 +31,7 @@ class Region:
             raise ValueError(f"not a box: start {self.start}, stop {self.stop}")
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> Region:
+    def whole(cls, shape: tuple[int, ...]) -> Box:
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -46,15 +46,15 @@ class Region:
     def slices(self) -> tuple[slice, ...]:
         return tuple(map(slice, self.start, self.stop))
 
-    def overlap(self, other: Region) -> Region | None:
+    def overlap(self, other: Box) -> Box | None:
         """Return the box that both contain, or None."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         if len(self.start) != len(other.start) or not all(map(lt, start, stop)):
             return None
-        return Region(start, stop)
+        return Box(start, stop)
 
-    def inside(self, outer: Region) -> Region:
+    def inside(self, outer: Box) -> Box:
         """Return this box in the coordinates of `outer`, which must contain it."""
         origin = outer.start
         if (
@@ -63,13 +63,13 @@ class Region:
             or not all(map(le, self.stop, outer.stop))
         ):
             raise ValueError(f"{self} is not inside {outer}")
-        return Region(tuple(map(sub, self.start, origin)), tuple(map(sub, self.stop, origin)))
+        return Box(tuple(map(sub, self.start, origin)), tuple(map(sub, self.stop, origin)))
 
 
 # ------------------------------------------------------------------------------------------ elements
 
 
-def contiguous(parts: Sequence[ArrayBox], region: Region, dtype: str) -> np.ndarray[Any, Any]:
+def contiguous(parts: Sequence[ArrayBox], region: Box, dtype: str) -> np.ndarray[Any, Any]:
     """Return the elements of `region` in C order, little endian, as `dtype`: a view if possible, otherwise a copy."""
     for box, array in parts:
         if box == region:
