@@ -1,7 +1,10 @@
-"""Settings of buckets that callers give: by the beginning of URLs, for this process."""
+"""Options of buckets that callers give, by the beginning of URLs: for a call, a block or the process."""
 
 from __future__ import annotations
 
+import weakref
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Self
 
 from eformer._engine.stores.settings import is_for, require_known
@@ -10,11 +13,15 @@ from eformer._engine.tasks.forks import Lock
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 _lock = Lock()
 _given: dict[str, list[dict[str, Any]]] = {}  # by the beginning of a URL; the last one counts most
-_remembered: dict[str, dict[str, Any]] = {}  # of calls
+# Options of the current call, by URL. A context variable, so that calls in other threads do not see them; `run_all`
+# passes it on to its threads.
+_of_call: ContextVar[Mapping[str, Mapping[str, Any]] | None] = ContextVar(
+    "eformer_store_options", default=None
+)
 
 
 def store_options(url: str | os.PathLike[str], /, **options: Any) -> StoreOptions:
@@ -66,29 +73,64 @@ class StoreOptions:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the effect of the options; closing again does nothing."""
         with _lock:
             _given[_plain(self._url)] = [one for one in _given[_plain(self._url)] if one is not self._options]
 
 
-def remember(path: str | os.PathLike[str], options: Mapping[str, Any] | None) -> None:
-    """Let options hold for a path and below it, from now on. Refuse options for a place that is not in a bucket."""
+@contextmanager
+def options_of_call(options: Mapping[str, Any] | None, *paths: str | os.PathLike[str]) -> Iterator[None]:
+    """Apply the options of a call to its paths and all below them, in this thread and the threads of `run_all`.
+
+    Raise ValueError for a path that is not in a bucket.
+    """
     if not options:
+        yield
         return
+    for path in paths:
+        _require_bucket(path)
+        require_known(str(path), options)
+    token = _of_call.set({**(_of_call.get() or {}), **{_plain(str(path)): options for path in paths}})
+    try:
+        yield
+    finally:
+        _of_call.reset(token)
+
+
+def options_during(
+    owner: object, path: str | os.PathLike[str], options: Mapping[str, Any] | None
+) -> Callable[[], object]:
+    """Apply options to a path in the whole process while `owner` lives; return a function that ends them earlier.
+
+    Raise ValueError for a path that is not in a bucket.
+    """
+    if not options:
+        return _do_nothing
+    _require_bucket(path)
+    return weakref.finalize(owner, StoreOptions(str(path), dict(options)).close)
+
+
+def _do_nothing() -> None: ...
+
+
+def _require_bucket(path: str | os.PathLike[str]) -> None:
+    """Raise ValueError for a path that is not in a bucket, where store options have no meaning."""
     refuse_cut_url(str(path))
     if not is_bucket_url(str(path)):
         raise ValueError(f"store_options are for buckets; {path} is a local path")
-    require_known(str(path), options)
-    with _lock:
-        _remembered[_plain(str(path))] = dict(options)
 
 
 def options_of(url: str, cloud: str = "") -> dict[str, Any]:
     """Return the options for a URL; of those for all buckets only the ones that are for its cloud, if that is given."""
+    of_call = _of_call.get() or {}
     with _lock:
         return {
             name: value
             for start in _beginnings(url)
-            for options in (*_given.get(start, ()), _remembered.get(start, {}))
+            for options in (*_given.get(start, ()), of_call.get(start, {}))
             for name, value in options.items()
             if start or not cloud or is_for(cloud, name)
         }

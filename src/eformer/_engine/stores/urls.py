@@ -131,6 +131,12 @@ def parse_url(url: str) -> Address:
     return Address(_CLOUDS[scheme], f"{scheme}://{host}", host, path)
 
 
+def is_same_bucket(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> bool:
+    """Tell whether two paths are URLs of the same bucket."""
+    urls = os.fspath(first), os.fspath(second)
+    return all(map(is_bucket_url, urls)) and parse_url(urls[0]).url == parse_url(urls[1]).url
+
+
 def shown(url: str) -> str:
     """Return a URL without what may be a secret in it."""
     scheme, _, rest = re.split(r"[?#]", url, maxsplit=1)[0].partition("://")
