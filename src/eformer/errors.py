@@ -15,7 +15,8 @@ EformerError
 │                     ValueError)   or its value
 ├── ProcessError     (RuntimeError) another process failed, or made a different call
 │   └── ProcessTimeoutError         another process did not answer in time; also a TimeoutError
-└── SupersededError  (RuntimeError) another job has become the writer of a run
+├── SupersededError  (RuntimeError) another job has become the writer of a run
+└── LeaseLostError   (RuntimeError) a save to a bucket took so long that another save removed its files
 """
 
 from __future__ import annotations
@@ -124,4 +125,8 @@ class ProcessTimeoutError(ProcessError, TimeoutError):
 
 
 class SupersededError(EformerError, RuntimeError):
-    """Another job has become the writer of a run; this one saves nothing any more."""
+    """Another job has become the writer of a run; this job can no longer save to it."""
+
+
+class LeaseLostError(EformerError, RuntimeError):
+    """A save to a bucket took so long that another save has removed its files. Saving again is safe."""

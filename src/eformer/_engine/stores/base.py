@@ -289,7 +289,7 @@ class Upload(Protocol):
 
         On a disk this happens under a lock. In a bucket the index is swapped on the condition that it has not changed;
         if it has, the commit is begun again. After an error nothing of the save is left, unless the index names it.
-        Raise SupersededError if another save has taken this one for dead.
+        Raise LeaseLostError if another save has taken this one for dead.
         """
 
     def swap(self, name: str, data: bytes, expected: Version | None) -> None:

@@ -21,7 +21,7 @@ from eformer._engine.record.manifest import CommitLog
 from eformer._engine.stores.objects import is_thread_of_requests
 from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.deadline import clearing_up
-from eformer.errors import SupersededError
+from eformer.errors import LeaseLostError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -134,7 +134,7 @@ class Leases:
     def log(self, before: Manifest, after: Manifest) -> CommitLog:
         """Return what the next index says of saves: which are done, and what is dead.
 
-        Raise SupersededError if this save is dead, or would name something that is.
+        Raise LeaseLostError if this save is dead, or would name something that is.
         """
         said, was, named = before.log or CommitLog(), before.names(), after.names()
         self._refuse_dead(said, named - was)
@@ -151,15 +151,15 @@ class Leases:
         """Raise if the index bars what this save would make it name, itself or what it has kept of others; or may have
         barred it so long ago that it does not say so any more."""
         if said.dead.keys() & {self._own, *new, *ids_in(new)} or _age(self._began) > _MOST_AGE:
-            raise self._superseded()
+            raise self._lost()
 
     def require(self, key: str) -> None:
         """Raise if an object is gone that this save did not put: of another process, or of an earlier save."""
         if self._objects.find(key) is None:
-            raise self._superseded()
+            raise self._lost()
 
-    def _superseded(self) -> SupersededError:
-        return SupersededError(
+    def _lost(self) -> LeaseLostError:
+        return LeaseLostError(
             f"{self._objects.path_to(self._path)}: this save took so long that another one has removed its files, or "
             "those that it uses again; save again"
         )
