@@ -54,12 +54,12 @@ class Entry(Struct, frozen=True):
 class Replaced(Struct, frozen=True):
     """A directory that the index stops naming, and the save that wrote it.
 
-    Without a save (`mark` is empty) another program wrote it: then only the listed arrays, (path, shape) each, may be
+    Without a save (`save_id` is empty) another program wrote it: then only the listed arrays, (path, shape) each, may be
     removed from it.
     """
 
     name: str
-    mark: str
+    save_id: str
     arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
@@ -180,7 +180,7 @@ class Store(Protocol):
         """
 
 
-class Index(Protocol):
+class OldIndex(Protocol):
     """The index of a place, as it is before a commit. `manifest` and `save_ids` are None if they are not known."""
 
     @property
@@ -216,12 +216,12 @@ class Change(Struct, frozen=True):
     unmarked: Sequence[str] | None = None
     tidy: Callable[[Store, Upload], None] | None = None
 
-    def gone(self, index: Index) -> set[str]:
+    def gone(self, index: OldIndex) -> set[str]:
         """Return the names of `replaced`, and those that `index`, the one before, has and the next one has not.
 
         Directories of other programs are not among them: they may hold more than the arrays that were replaced.
         """
-        gone = {one.name for one in self.replaced if one.mark}
+        gone = {one.name for one in self.replaced if one.save_id}
         if index.manifest is not None and self.manifest is not None:
             gone |= index.manifest.names() - self.manifest.names()
         return gone
@@ -237,7 +237,7 @@ class Commit(Struct, frozen=True):
     is_done  tells whether the index names the save; True if that cannot be known, or nothing has to be withdrawn
     """
 
-    read: Callable[[Store], Index]
+    read: Callable[[Store], OldIndex]
     change: Callable[[Any, Store], Change]
     name: str = ""
     save_id: str = ""

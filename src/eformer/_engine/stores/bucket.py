@@ -324,7 +324,7 @@ class BucketUpload:
         self._stage = "committed"
         if self._leases:
             self._leases.finish()
-        for replaced in (one for one in change.replaced if not one.mark):
+        for replaced in (one for one in change.replaced if not one.save_id):
             for path, _ in replaced.arrays:
                 self._objects.delete(found.key for found in self._objects.list(f"{self._path}/{path}/"))
 

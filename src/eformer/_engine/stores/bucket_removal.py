@@ -36,7 +36,7 @@ _CONTENTS = "contents"  # begins the name of the object that lists the data of a
 _MOST_AGE = 300.0  # seconds since the lease was put; it is renewed every minute
 
 
-def identity_of(objects: Objects, path: str) -> Identity:
+def identity_in_bucket(objects: Objects, path: str) -> Identity:
     """Return the versions of the indexes of a directory, or the version of a file."""
     found = {name: one.version for name in INDEXES if (one := objects.find(f"{path}/{name}"))}
     if not found and (file := objects.find(path)):
@@ -44,7 +44,7 @@ def identity_of(objects: Objects, path: str) -> Identity:
     return tuple(sorted(found.items()))
 
 
-def remove(objects: Objects, path: str, identity: Identity | None) -> bool:
+def remove_from_bucket(objects: Objects, path: str, identity: Identity | None) -> bool:
     """Remove all objects of a checkpoint. Return False if somebody holds it, or a save to it is under way."""
 
     def require_same(versions: Mapping[str, Version | None]) -> None:
@@ -65,7 +65,7 @@ def remove(objects: Objects, path: str, identity: Identity | None) -> bool:
         return not seen.is_held() and claim.remove_all(seen)
 
 
-def sweep(objects: Objects, path: str) -> None:
+def sweep_bucket(objects: Objects, path: str) -> None:
     """Remove the objects of dead saves, unless there is a checkpoint, whose next save does that; and what is left of a
     removal that died."""
     now = dt.datetime.now(dt.UTC)
@@ -79,7 +79,7 @@ def sweep(objects: Objects, path: str) -> None:
             claim.sweep(seen)
 
 
-def set_aside(objects: Objects, path: str, why: str, marks: Sequence[str]) -> str:
+def set_aside_in_bucket(objects: Objects, path: str, why: str, marks: Sequence[str]) -> str:
     """Give the marks of a checkpoint other names; its data stays where it is. Return the ending of these names.
 
     An object beside the marks lists the data: a damaged mark may not name them, and the removal of a later checkpoint

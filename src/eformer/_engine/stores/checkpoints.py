@@ -7,10 +7,16 @@ import stat
 from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from eformer._engine.stores import bucket_removal, journal
 from eformer._engine.stores.bucket import BucketStore
+from eformer._engine.stores.bucket_removal import (
+    identity_in_bucket,
+    remove_from_bucket,
+    set_aside_in_bucket,
+    sweep_bucket,
+)
 from eformer._engine.stores.directory import Directory, remove_entry, require_removable, walk
 from eformer._engine.stores.durable import SCRATCH, scratch_name
+from eformer._engine.stores.journal import sweep_dead
 from eformer._engine.stores.leases import LEASES, leased
 from eformer._engine.stores.local import on_disk
 from eformer._engine.stores.local_upload import LocalUpload
@@ -33,7 +39,7 @@ def identity_of(store: Store, name: str) -> Identity:
     FileNotFoundError if it is gone."""
     if (place := on_disk(store)) is not None:
         return _identity((place / name).lstat())
-    return bucket_removal.identity_of(*_bucket(store, name))
+    return identity_in_bucket(*_bucket(store, name))
 
 
 def remove_checkpoint(store: Store, name: str, identity: Identity | None = None) -> bool:
@@ -46,7 +52,7 @@ def remove_checkpoint(store: Store, name: str, identity: Identity | None = None)
         now = identity_of(store, name)  # raises if it is gone
         _remove_from_disk(place, name, identity or now)
         return True
-    return bucket_removal.remove(*_bucket(store, name), identity)
+    return remove_from_bucket(*_bucket(store, name), identity)
 
 
 def sweep(store: Store, name: str) -> None:
@@ -55,7 +61,7 @@ def sweep(store: Store, name: str) -> None:
         with Directory.open(place) as directory:
             _sweep_on_disk(directory, name)
     elif name:
-        bucket_removal.sweep(*_bucket(store, name))
+        sweep_bucket(*_bucket(store, name))
 
 
 def set_aside(store: Store, name: str, why: str, marks: Sequence[str]) -> str:
@@ -64,7 +70,7 @@ def set_aside(store: Store, name: str, why: str, marks: Sequence[str]) -> str:
     Return a name for it that was free, such as step-100.old. On a disk it has that name.
     """
     if (directory := on_disk(store)) is None:
-        return f"{name}.{bucket_removal.set_aside(*_bucket(store, name), why, marks)}"
+        return f"{name}.{set_aside_in_bucket(*_bucket(store, name), why, marks)}"
     with Directory.open(directory) as place:
         number, aside = 1, f"{name}.{why}"
         while place.status(aside) is not None:
@@ -112,12 +118,12 @@ def _bucket(store: Store, name: str) -> tuple[Objects, str]:
 def _sweep_on_disk(place: Directory, name: str) -> None:
     """Sweep a directory, and remove it if it has nothing else."""
     if not name:
-        journal.sweep(place)
+        sweep_dead(place)
         return
     with suppress(OSError):  # it cannot be listed, or its save has just begun
         with place.enter(name) as inner:
             was_left = any(SCRATCH.fullmatch(one) for one in inner.kinds())
-            journal.sweep(inner)
+            sweep_dead(inner)
         if was_left:
             place.remove_if_empty(name)
 

@@ -80,7 +80,7 @@ def _replaced(place: Directory, replaced: Replaced) -> Moved | None:
     described = (
         _described(place, file := f"{path}/{ZARRAY}", file, shape) for path, shape in replaced.arrays
     )
-    return Moved(replaced.name, inode, replaced.mark, tuple(filter(None, described)))
+    return Moved(replaced.name, inode, replaced.save_id, tuple(filter(None, described)))
 
 
 def _described(
@@ -103,7 +103,7 @@ def _described(
 # --------------------------------------------------------------------------------------------- sweep
 
 
-def sweep(place: Directory, committed: Container[str] | None = None, *, but: str = "") -> None:
+def sweep_dead(place: Directory, committed: Container[str] | None = None, *, but: str = "") -> None:
     """Remove the scratch files and directories of dead writers, `but` not this one. Finish the saves in `committed`,
     and undo all others.
 
@@ -139,7 +139,7 @@ def _sweep(place: Directory, name: str, committed: Container[str] | None) -> Non
             )
             return
         journal, owner = read_journal(scratch)
-        carry_out(place, journal, committed, owner)
+        settle(place, journal, committed, owner)
         remove_opened(place, name, scratch)
 
 
@@ -161,7 +161,7 @@ def read_journal(scratch: Directory) -> tuple[Journal | None, int | None]:
         return None, None
 
 
-def carry_out(
+def settle(
     place: Directory,
     journal: Journal | None,
     committed: Container[str] | None,

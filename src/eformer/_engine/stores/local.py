@@ -21,7 +21,7 @@ from eformer._engine.stores.directory import (
     walk,
 )
 from eformer._engine.stores.durable import replaceable_mode
-from eformer._engine.stores.journal import sweep
+from eformer._engine.stores.journal import sweep_dead
 from eformer._engine.stores.local_files import LocalFiles
 from eformer._engine.stores.local_upload import LocalUpload
 from eformer._engine.stores.scratch import Scratch
@@ -177,7 +177,7 @@ def appearing(path: Path) -> Iterator[Path]:
     """Yield a path for a new file or directory, which is at `path` when the block ends well and gone when it does
     not."""
     with Directory.open(path.parent) as place:
-        sweep(place)  # remains of others that died
+        sweep_dead(place)  # remains of others that died
     with Scratch(path.parent) as scratch:
         data, place, name = scratch.data, scratch.place, path.name
         yield own_path(data) / name

@@ -16,7 +16,7 @@ from msgspec import UNSET
 from eformer._engine.stores.base import tidy_up
 from eformer._engine.stores.directory import Directory, set_mode
 from eformer._engine.stores.durable import replaceable_mode, replacing_in
-from eformer._engine.stores.journal import DATA, JOURNAL, carry_out, make_journal, sweep
+from eformer._engine.stores.journal import DATA, JOURNAL, make_journal, settle, sweep_dead
 from eformer._engine.stores.new_files import NewFiles, sync_file, write_new
 
 if TYPE_CHECKING:
@@ -62,11 +62,11 @@ class LocalUpload(NewFiles):
         """Remove the remains of writers that died, while the index names the saves in `committed`; None if that is not
         known."""
         if self.is_new:
-            sweep(self.around, but=self.token)
+            sweep_dead(self.around, but=self.token)
             return
-        sweep(self.place, committed, but=self.token)
+        sweep_dead(self.place, committed, but=self.token)
         with suppress(OSError), Directory.open(self._directory.parent) as around:  # saves that made the place
-            sweep(around)
+            sweep_dead(around)
 
     def _publish(self, change: Change, save_id: str) -> None:
         """Give new files and directories their final names."""
@@ -113,13 +113,13 @@ class LocalUpload(NewFiles):
         """Remove what was published: the save has failed before its commit."""
         self.remove(self._published)
         if self.journal:
-            carry_out(self.place, self.journal, None)
+            settle(self.place, self.journal, None)
         self.journal = None
 
     def _finish(self, change: Change) -> None:
         """Remove what was replaced: the save is committed."""
         if self.journal:
-            carry_out(self.place, self.journal, {self.journal.save_id})
+            settle(self.place, self.journal, {self.journal.save_id})
         self.journal = None
 
     def remove(self, names: Iterable[str]) -> None:
