@@ -463,7 +463,7 @@ def test_options_of_obstore_go_to_its_store_or_its_client(decide):
         ({"timeout": 0}, "timeout is a number"),
         ({"timeout": "soon"}, "timeout is a number"),
         ({"retries": -1}, "retries is a number"),
-        ({"anonymous": "perhaps"}, "anonymous is true or false"),
+        ({"anonymous": "perhaps"}, "anonymous is not a flag, expected true or false"),
         ({"credentials_path": "x"}, "credentials_path is for gcs only"),
         ({"connection_string": "x"}, "connection_string is for azure only"),
     ],

@@ -6,7 +6,7 @@ needs no preparation; all writing goes through an `Upload`, whose files are invi
     upload = store.begin(root)
     upload.put(...); sink = upload.create(...); sink.write(...); sink.close()
     upload.sync()                                  # the new files are complete and durable
-    upload.commit(commit)                          # read the index, give the files their names, swap the index, tidy up
+    upload.commit(commit)                          # read the index, name the files, swap the index, tidy up
     upload.close()                                 # remove the files if they were not committed
 """
 
@@ -120,8 +120,8 @@ class Store(Protocol):
 
     url              the place, for messages
     key              the same text for every store of the same place
-    read_threads     how many reads to have under way at once
-    read_bytes       how many bytes to read at once
+    read_threads     how many reads to have under way together
+    read_bytes       how many bytes to read by one call
     most_path_bytes  how long the paths of files may be
     """
 
@@ -174,7 +174,7 @@ class Store(Protocol):
         `save_id` is in the names of all files. Without it the names are final.
 
         `root` is the directory that the files will be in, unless the commit moves them somewhere else; a bucket writes
-        there at once.
+        there directly.
 
         The upload makes the place. `is_first` means that it holds no checkpoint yet. Then the directory is synced as
         well, because another program may have made it and died before syncing it.
@@ -186,7 +186,7 @@ class OldIndex(Protocol):
 
     @property
     def version(self) -> Version | None:
-        """The version of its file; None if there is none."""
+        """The version of its file; None if the file does not exist."""
 
     @property
     def manifest(self) -> Manifest | None: ...

@@ -111,7 +111,8 @@ class BucketStore:
     def key_of(self, name: str) -> str:
         if not is_inside(name) or _NOT_IN_KEYS.search(name):
             raise FormatError(f"{name[:200]!r} is not the name of a file in {self.url}")
-        return f"{self._path}/{name}" if self._path else name  # without a slash at its beginning, as servers list it
+        # Without a slash at its beginning, as servers list it.
+        return f"{self._path}/{name}" if self._path else name
 
     # --------------------------------------------------------------------------------------- write
 
@@ -278,7 +279,8 @@ class BucketUpload:
             if change and index.has_committed(commit.save_id):
                 return change  # the answer was lost, and another save has come since
             if self._leases and commit.sweeps:
-                self._leases.look()  # find dead saves: the commit bars them, and `_finish` removes their objects
+                # Find dead saves: the commit bars them, and `_finish` removes their objects.
+                self._leases.look()
             change = commit.change(index, store)
             log: CommitLog | UnsetType = UNSET
             if self._leases and index.manifest and change.manifest:
@@ -295,6 +297,7 @@ class BucketUpload:
         for name, final in change.moves.items():
             if (self._start + name).rstrip("/") != f"{self._path}/{final}":
                 raise AssertionError(f"objects cannot be renamed: {name!r} to {final!r}")
+        # Before the index names them: a reader that finds the index finds all objects.
         if self._unpublished:
             self._unpublished.publish()
         if self._leases:
@@ -315,6 +318,7 @@ class BucketUpload:
         Keep them all if a request to name them may still arrive. Then the next save removes them, once its index makes
         sure that this one fails.
         """
+        # After "asked" the index may name the objects, even if the request for it seems to have failed.
         if self._leases and self._stage == "open":
             self._leases.remove_own()
             self._objects.delete(self._new)
@@ -334,6 +338,8 @@ class BucketUpload:
     def close(self) -> None:
         if self._stage == "closed":
             return
+        # The lease stays if a put of an object or of the index may still arrive. It runs out, and then the next save
+        # bars this save in the index and removes its objects.
         is_over = self._stage == "committed" or (self._stage == "open" and not self._is_doubtful)
         try:
             with suppress(OSError), clearing_up():  # the next save removes the rest

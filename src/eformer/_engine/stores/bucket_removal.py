@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from eformer._engine.stores.leases import Renewed
     from eformer._engine.stores.objects import Object, Objects
 
-ASIDE = re.compile(r"[^/]+\.(?:damaged|old|rewound)(?:-\d+)?")  # endings that `set_aside_in_bucket` gives to marks
-_CONTENTS = "contents"  # beginning of the name of the object that lists the data of a checkpoint that was put aside
+# Endings that `set_aside_in_bucket` gives to marks.
+ASIDE = re.compile(r"[^/]+\.(?:damaged|old|rewound)(?:-\d+)?")
+# Beginning of the name of the object that lists the data of a checkpoint that was put aside.
+_CONTENTS = "contents"
 _MOST_AGE = 300.0  # seconds since the lease was put; it is renewed every minute
 
 

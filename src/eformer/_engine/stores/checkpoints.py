@@ -145,7 +145,8 @@ def _remove_from_disk(directory: Path, name: str, identity: Identity) -> None:
     except OSError as error:
         if error.errno not in _NO_SPACE:
             raise
-        with Directory.open(directory) as place:  # rename the checkpoint to a hidden name, which takes no space
+        # The disk is full: instead of moving it, give the checkpoint a hidden name, which takes no space.
+        with Directory.open(directory) as place:
             _remove(place, name, identity, place, scratch_name())
         return
     with scratch:

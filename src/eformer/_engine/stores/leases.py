@@ -34,7 +34,8 @@ LEASES = ".eformer-leases"
 
 LEASE = 900.0  # seconds
 _HEARTBEAT = 60.0
-_MOST_AGE = 24 * 3600.0  # of a save; an older one does not commit, because the index may have forgotten that it is dead
+# Seconds. An older save does not commit, because the index may have dropped it from its list of dead saves.
+_MOST_AGE = 24 * 3600.0
 DEAD_FOR = dt.timedelta(hours=48)  # twice as long as a save may take; after that it cannot commit
 _DONE = 64  # saves that an index lists as committed; a save whose answer was lost looks for itself there
 
@@ -61,6 +62,7 @@ class Renewed:
         return self._objects.head(self.key).modified
 
     def _keep_renewing(self) -> None:
+        # `_renewing` is held during a put, so that `end` deletes the lease after the last put has arrived.
         while not self._is_over.wait(_HEARTBEAT):
             with self._renewing, suppress(OSError):  # the next try may succeed; else the lease runs out
                 if not self._is_over.is_set():
@@ -114,6 +116,7 @@ class Leases:
             if kind_of(entry) in ("save", "replaced"):
                 leases.setdefault(name_of(entry).partition(".")[0], []).append(entry)
         leases.pop(self._own, None)
+        # The server's time of the own lease, just put: clocks of other machines are not compared.
         self._now = now = self.lease.renew() if leases else None
         self._expired = {
             save_id: [entry.key for entry in entries]
@@ -143,6 +146,7 @@ class Leases:
         if self._objects.is_unconditional:  # the server cannot bar a save: only replaced data may go
             self._expired = {i: leases for i, leases in self._expired.items() if i in said.done}
         self._replaced = ids_in(was - named)
+        # A save whose files the next index names is not barred as a whole, only by its other files, below.
         self._dead = set(self._expired) - ids_in(named)
         if partly := set(self._expired) - self._dead:
             files = map(name_of, self._objects.children(self._path)[1])

@@ -38,7 +38,8 @@ _AT_ONCE = 32  # small requests
 _KEYS_A_DELETE = 1000
 _MOST_READS = 8  # reads of an object that is replaced all the time
 _MOST_SWAPS = 8  # tries to replace an object, while the result of the last one is not known
-_WRONG = '"00000000000000000000000000000000"\n999999999999999999'  # an ETag and a generation that no object has
+# An ETag and a generation that no object has.
+_WRONG = '"00000000000000000000000000000000"\n999999999999999999'
 
 # Searched for in messages, because obstore has no error for this. The number alone may be part of a port or a key.
 _PAST_END = re.compile(r"status code: 416\b|InMemory error: Invalid range|Wanted range starting at")
@@ -195,7 +196,8 @@ class Objects:
             some = doomed[start : start + _KEYS_A_DELETE]
             try:
                 self._request("delete", some[0], partial(self._delete, some))
-            except FileNotFoundError:  # the stores of Google and Azure raise for the first object that is gone
+            except FileNotFoundError:
+                # The stores of Google and Azure raise for the first object that is gone.
                 for key in some:
                     with suppress(FileNotFoundError):
                         self._request("delete", key, partial(self._delete, [key]))
@@ -261,6 +263,7 @@ class Objects:
                     return
             except OSError as error:
                 problem = error
+            # Every index has a random id, so equal bytes mean that this put has succeeded.
             there = self.read_if_there(key)
             if there is not None and there[0] == data:
                 return
@@ -283,7 +286,9 @@ class Objects:
             return False
         self.put(key, data)
         if bytes(self.read(key)[0]) != data:
-            raise OSError(f"{self.path_to(key)} has other bytes than written: another process saves here, too")
+            raise OSError(
+                f"{self.path_to(key)} has other bytes than written: another process saves here, too"
+            )
         return True
 
     # ------------------------------------------------------------------------------------- requests
@@ -417,7 +422,7 @@ class _PastEndError(Exception):
 
 
 class _Loop:
-    """An event loop in a thread of its own."""
+    """An event loop in a thread of its own, in which all requests of the process run."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()

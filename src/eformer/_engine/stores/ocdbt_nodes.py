@@ -1,8 +1,9 @@
-"""Look at the nodes of an OCDBT database before TensorStore does, which allocates whatever they decompress to.
+"""Check the nodes of an OCDBT database before TensorStore reads them, because it allocates as much as they decompress
+to.
 
-A node of a few kilobytes may decompress to gigabytes. Only what a reader of the latest version can come to is looked
-at: the manifest, and the tree of nodes from its last root on. TensorStore parses a node once its size is known;
-damaged nodes and values are left to whoever reads them.
+A node of a few kilobytes may decompress to gigabytes. The check covers all nodes that a reader of the latest version
+can reach: the manifest, and the tree of nodes from its last root on. TensorStore parses a node only after this check of
+its size. Damaged nodes and values are left to their readers.
 """
 
 from __future__ import annotations
@@ -23,20 +24,21 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _MANIFEST, _NODE = b"\x0c\xdb\x3a\x2a", b"\x0c\xdb\x20\xde"
-_HEADER = 4 + 8 + 2  # bytes: what it is, its length with all of this, its version, whether it is compressed
+_HEADER = 4 + 8 + 2  # bytes: magic number, length of the node with header, version, compression
 _CHECKSUM = 4
 
-_MOST_DECODED = 2**24  # bytes of a node, of which TensorStore writes at most half
-_MOST_INNER = 2**20  # of a node above others, of which it names 10,000; parsed it takes 200 times as many
-_MOST_TIMES = 100  # as long as it is stored
-_MOST_READS = 4  # of the files: nodes may be referred to in several ways, but do not lie within each other
+_MOST_DECODED = 2**24  # bytes of a node; TensorStore writes at most half as many
+_MOST_INNER = 2**20  # bytes of an inner node, for 10,000 children; parsed it takes 200 times as many
+_MOST_TIMES = 100  # the most times that a decoded node may be longer than it is stored
+# Times the bytes of the files: nodes may be referred to several times, but do not lie within each other.
+_MOST_READS = 4
 
 
 def require_bounded_nodes(directory: Path, manifests: Sequence[str]) -> None:
-    """Refuse a database with a node, or with nodes together, that decode to far more than is stored.
+    """Refuse a database if a node, or all nodes together, decode to far more than is stored.
 
-    `manifests` are the names of its manifests and of those of others below. A file that is missing is left to
-    TensorStore.
+    `manifests` are the names of its manifests and of the manifests of databases below. TensorStore reports missing
+    files.
     """
     walk = _Walk(directory, set())
     for look in (walk.read_manifest, walk.look_through):
@@ -61,7 +63,7 @@ class _Walk:
         return self._read(name, 0, None, _MANIFEST) is not None
 
     def look_through(self, manifest: str) -> None:
-        """Look at all nodes below a manifest, which was read. TensorStore finds the last numbered one itself."""
+        """Check all nodes below a manifest that was read. Of numbered manifests, TensorStore finds the last itself."""
         import tensorstore as ts
 
         above, _, name = manifest.rpartition("/")
@@ -71,23 +73,23 @@ class _Walk:
         base = ts.KvStore.open({"driver": "file", "path": where}).result()
         todo = [version["root"] for version in ts.ocdbt.dump(base).result()["versions"][-1:]]
         while todo:
-            location = todo.pop().get("location")  # none of a root that is not there
+            location = todo.pop().get("location")  # a missing root has no nodes
             if location is None or (above, location) in self._seen:
                 continue
             self._seen.add((above, location))
             if self._is_inner(above, location):
-                with suppress(ValueError):  # damaged: no reader comes to the nodes below
+                with suppress(ValueError):  # damaged: no reader reaches the nodes below
                     todo += ts.ocdbt.dump(base, location).result()["entries"]
 
     def _is_inner(self, above: str, location: str) -> bool:
-        """Tell whether a node is there, and above others."""
+        """Tell whether a node exists and has children."""
         _, outer, file, offset, nbytes = location.split(":")
         name = f"{above}/{os.fsdecode(unquote_to_bytes(outer + file))}".removeprefix("/")
         node = self._read(name, int(offset), int(nbytes), _NODE)
         return node is not None and node[:1] > b"\0"  # its height
 
     def _read(self, file: str, offset: int, nbytes: int | None, kind: bytes) -> bytes | None:
-        """Read and decode a node; None if it is not there, or not a node."""
+        """Read and decode a node. Return None if it is missing, or is not a node."""
         if not is_inside(file):
             raise FormatError(f"{file[:200]!r} is not a file of the database {self._directory}")
         try:
@@ -96,7 +98,7 @@ class _Walk:
                 data = read_range(descriptor, offset, size if nbytes is None else min(nbytes, size))
         except FileNotFoundError:
             return None
-        # TensorStore requires the length, too.
+        # TensorStore checks the length, too.
         is_sealed = data.startswith(kind) and data[4:12] == len(data).to_bytes(8, "little")
         return self._decode(data, file) if is_sealed else None
 
@@ -115,30 +117,31 @@ class _Walk:
             most = _MOST_INNER
         if len(body) > most or self._decoded > _MOST_TIMES * self._stored + 4 * _MOST_DECODED:
             raise FormatError(
-                f"{self._directory / file} has a node of {len(data)} bytes that takes more than {len(body) - 1} to "
-                f"decode; at most {most} bytes or {_MOST_TIMES} times as many as are stored are allowed"
+                f"{self._directory / file} has a node of {len(data)} bytes that decodes to more than "
+                f"{len(body) - 1}, expected at most {most} bytes or {_MOST_TIMES} times as many as are stored"
             )
         if (
             nbytes := _paths_nbytes(body, 1 if data.startswith(_NODE) else _end_of_config(body))
         ) > _MOST_DECODED:
             raise FormatError(
-                f"{self._directory / file} has a node whose table of files takes {nbytes} bytes or more; at most "
-                f"{_MOST_DECODED} are allowed"
+                f"{self._directory / file} has a node whose table of files takes {nbytes} bytes or more, expected at "
+                f"most {_MOST_DECODED}"
             )
         return body
 
 
 def _paths_nbytes(body: bytes, at: int) -> int:
-    """Return the length of all paths in a table of files. Stored is of each how much it shares with the one before, and
-    the rest: a few bytes may stand for gigabytes."""
+    """Return the length of all paths in a table of files. Each path is stored as the length that it shares with the
+    path before, and its rest, so a few bytes may stand for gigabytes."""
     if at >= len(body):  # a manifest with its versions in files of their own
         return 0
     count, at = _varint(body, at)
     total = 0
-    for _ in range(2 * count - 1):  # the shared lengths of all but the first, and the other lengths of all
+    # The shared lengths of all paths but the first, and the lengths of the rests.
+    for _ in range(2 * count - 1):
         length, at = _varint(body, at)
         if length > len(body):
-            raise ValueError("a path in it is longer than all of it")
+            raise ValueError("a path in its table of files is longer than the table")
         total += length
         if total > _MOST_DECODED:
             break
@@ -146,7 +149,7 @@ def _paths_nbytes(body: bytes, at: int) -> int:
 
 
 def _end_of_config(body: bytes) -> int:
-    """Return where the configuration ends that a manifest begins with."""
+    """Return the end of the configuration at the beginning of a manifest."""
     at = 16  # its id
     for _ in range(3):  # kind of manifest, and the most bytes of a value and of a node
         _, at = _varint(body, at)

@@ -1,4 +1,4 @@
-"""Options of buckets that callers give, by the beginning of URLs: for a call, a block or the process."""
+"""Options of buckets by the beginning of URLs, given for a call, a block, a run or the process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 _lock = Lock()
-_given: dict[str, list[dict[str, Any]]] = {}  # by the beginning of a URL; the last one counts most
+_given: dict[str, list[dict[str, Any]]] = {}  # by the beginning of a URL; the last options win
 # Options of the current call, by URL. A context variable, so that calls in other threads do not see them; `run_all`
 # passes it on to its threads.
 _of_call: ContextVar[Mapping[str, Mapping[str, Any]] | None] = ContextVar(
@@ -27,25 +27,26 @@ _of_call: ContextVar[Mapping[str, Mapping[str, Any]] | None] = ContextVar(
 def store_options(url: str | os.PathLike[str], /, **options: Any) -> StoreOptions:
     """Set options of all buckets whose URLs begin with `url`, until the end of a `with` block or of the process.
 
-    "s3://bucket/run" means that place and all below it, "s3://" all buckets of S3, and "" all buckets. Options of a
-    longer URL win over those of a shorter one, and all of them over the environment. An option for all buckets holds
-    for those of the clouds that have it; one that no cloud has is an error at once.
+    "s3://bucket/run" means this directory and all below it, "s3://" all buckets of S3, and "" all buckets. Options of a
+    longer URL win over options of a shorter URL, and all of them win over the environment. An option for all buckets
+    applies to the clouds that have it. An option that no cloud has raises TypeError. `load(store_options=)` and
+    `SaveOptions(store_options=)` give options for one call.
 
     endpoint           the address of the server, such as "https://minio.example.com"; http only for this machine, or
                        with allow_http
     region             the region of the bucket
     profile            a profile of ~/.aws/config and ~/.aws/credentials; some kinds of them need boto3
     credentials_path   a file of Google credentials
-    connection_string  of an Azure storage account
+    connection_string  the connection string of an Azure storage account
     anonymous          read without credentials
     allow_http         allow a server without encryption
-    signed_payload     sign what is sent on S3, at a third of the speed; without it TLS and the digests protect it
-    timeout            seconds that a request may take with its retries, 300 if it is not given
-    retries            how often a request is tried again, 10 times if it is not given
-    single_writer      save to a server that ignores conditions of requests: nobody else saves to the same place at the
-                       same time. Without this such a server is refused for saving
+    signed_payload     sign the data sent to S3, at a third of the speed; TLS and the digests protect the data anyway
+    timeout            seconds that a request may take with its retries, by default 300
+    retries            how often a request is tried again, by default 10 times
+    single_writer      save to a server that ignores conditions of requests, and promise that no other process saves to
+                       the same place at the same time. Without this option saving to such a server is refused
 
-    All others are settings of obstore's stores and of its client, such as access_key_id, secret_access_key,
+    All other options are settings of obstore's stores and of its client, such as access_key_id, secret_access_key,
     account_name, account_key, sas_key, bearer_token, credential_provider, proxy_url or root_certificate.
 
     Example:
@@ -55,7 +56,7 @@ def store_options(url: str | os.PathLike[str], /, **options: Any) -> StoreOption
 
 
 class StoreOptions:
-    """Options that are in effect until the end of a `with` block, or of the process."""
+    """Options that apply until the end of a `with` block, or of the process."""
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
         refuse_cut_url(url)
@@ -66,7 +67,8 @@ class StoreOptions:
 
     def __repr__(self) -> str:
         return (
-            f"<store options of {self._url or 'all buckets'}: {', '.join(self._options)}>"  # without values
+            # Values may be secrets.
+            f"<store options of {self._url or 'all buckets'}: {', '.join(self._options)}>"
         )
 
     def __enter__(self) -> Self:
@@ -124,7 +126,7 @@ def _require_bucket(path: str | os.PathLike[str]) -> None:
 
 
 def options_of(url: str, cloud: str = "") -> dict[str, Any]:
-    """Return the options for a URL; of those for all buckets only the ones that are for its cloud, if that is given."""
+    """Return the options for a URL. With a `cloud`, leave out options for all buckets that this cloud lacks."""
     of_call = _of_call.get() or {}
     with _lock:
         return {
