@@ -101,9 +101,9 @@ def test_a_url_with_what_may_be_a_secret_is_refused_without_repeating_it(url):
     [
         ("s3://", "expected s3://bucket/path"),
         ("s3:///x", "expected s3://bucket/path"),
-        ("s3://b/../x", "not empty"),
-        ("gs://b/a//x", "not empty"),
-        ("https://storage.googleapis.com/b/%2e%2e/x", "not empty"),
+        ("s3://b/../x", "has no empty names"),
+        ("gs://b/a//x", "has no empty names"),
+        ("https://storage.googleapis.com/b/%2e%2e/x", "has no empty names"),
         ("abfss://c@acct/x", "abfss://container@account"),
         ("az://c@acct.dfs.core.windows.net/x", "az://container/path"),
         ("https://s3.amazonaws.com/", "name of a bucket"),

@@ -195,9 +195,7 @@ def test_a_url_that_names_no_model_is_refused(url):
 
 
 def test_what_is_not_there_is_said(hub, model):
-    with pytest.raises(
-        NotFoundError, match=r"hf://org/other: the Hub has no such model; if it is private"
-    ):
+    with pytest.raises(NotFoundError, match=r"hf://org/other: the Hub has no such model; if it is private"):
         load("hf://org/other")
     with pytest.raises(NotFoundError, match="hf://org/model@v9: the model has no such revision"):
         load(f"{URL}@v9")
