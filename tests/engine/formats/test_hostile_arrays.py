@@ -190,7 +190,7 @@ def test_a_node_is_looked_at_whatever_its_file_is_called(database, file):
 def test_a_node_above_others_that_is_far_larger_than_any_is_refused(database):
     """To look at the nodes below it would take hundreds of times as much memory."""
     write_bomb(database / "m.ocdbt", 400_000, height=1)
-    with pytest.raises(FormatError, match=r"d/x has a node of \d+ bytes .*; at most 1048576 bytes"):
+    with pytest.raises(FormatError, match=r"d/x has a node of \d+ bytes .*, expected at most 1048576 bytes"):
         load(database)
 
 

@@ -66,10 +66,8 @@ class StoreOptions:
             _given.setdefault(_plain(url), []).append(options)
 
     def __repr__(self) -> str:
-        return (
-            # Values may be secrets.
-            f"<store options of {self._url or 'all buckets'}: {', '.join(self._options)}>"
-        )
+        names = ", ".join(self._options)  # without values, which may be secrets
+        return f"<store options of {self._url or 'all buckets'}: {names}>"
 
     def __enter__(self) -> Self:
         return self
