@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class HtmlReport:
+class Report:
     """A report as one HTML page, which needs no network. Shown inline in notebooks.
 
     path   the checkpoint or the run that it describes
@@ -97,7 +97,7 @@ def report(
     keep: int | Keep | Sequence[Keep] | None = None,
     memory: int | None = None,
     progress: Progress = None,
-) -> HtmlReport:
+) -> Report:
     """Report on the checkpoint at `path`: its tree, sizes, dtypes, shardings, and the distribution of every leaf.
 
     The path of a run gives a report on the run: its steps, sizes and metrics, what is damaged, and how much each step
@@ -122,7 +122,7 @@ def report(
     """
     if step is None and against is None and prefix is None and is_run(store_at(path)):
         run = run_facts(path, keep_from(keep) or (), values=values, memory=memory, progress=progress)
-        return HtmlReport(
+        return Report(
             run["path"], {"version": 1, "kind": "run", "title": f"{run['title']}: run", "run": run | made()}
         )
     path = path_of_step(path, step)
@@ -133,7 +133,7 @@ def report(
             return _checkpoint_report(contents, other, values, memory, progress)
 
 
-def damage_in(report: HtmlReport) -> str:
+def damage_in(report: Report) -> str:
     """Say what a report shows as damaged: how much, and the first of it. Empty if nothing is."""
     if report.data["kind"] == "run":
         steps = [
@@ -145,7 +145,7 @@ def damage_in(report: HtmlReport) -> str:
     return "; ".join([*report.data["summary"]["problems"], *texts])
 
 
-def became_in(report: HtmlReport) -> str:
+def became_in(report: Report) -> str:
     """Name the leaves, or the steps of a run, that became NaN or infinite. Empty if none did."""
     if report.data["kind"] == "run":
         return few(alarms(report.data["run"]["steps"]))
@@ -158,7 +158,7 @@ def became_in(report: HtmlReport) -> str:
 
 def _checkpoint_report(
     contents: Contents, other: Contents | None, values: bool, memory: int | None, progress: Progress
-) -> HtmlReport:
+) -> Report:
     measured = measure(contents, other, memory=memory, progress=progress) if values else {}
     found = changes_of(contents, other, measured)
     summary = contents.summary() | made() | {
@@ -170,7 +170,7 @@ def _checkpoint_report(
     if other:
         data["against"] = overview(contents, other, found)
         summary["against"] = other.brief()
-    return HtmlReport(contents.path, data | {"leaves": columns(contents, measured, found)})
+    return Report(contents.path, data | {"leaves": columns(contents, measured, found)})
 
 
 def changes_of(

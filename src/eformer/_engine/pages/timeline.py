@@ -50,7 +50,7 @@ class SeenStep:
     identity: Hashable = None
     is_read: bool = False
     saved_at: dt.datetime | None = None
-    why: str = ""
+    reason: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     is_foreign: bool = False
     problem: str | None = None
@@ -94,7 +94,7 @@ class News:
             "name": printable(step.name),
             "nbytes": self.sizes.get(step.name),
             "saved_at": step.saved_at.isoformat() if step.saved_at else None,
-            "why": step.why,
+            "why": step.reason,
             "metrics": {
                 name: value if math.isfinite(value) else None for name, value in step.metrics.items()
             },
@@ -117,12 +117,12 @@ def read_step(step: Step, seen: SeenStep) -> SeenStep:
     """Read what a page shows of a step."""
     try:
         if problem := step.problem():
-            return replace(seen, is_read=True, problem=problem, metrics={}, why="", saved_at=None)
+            return replace(seen, is_read=True, problem=problem, metrics={}, reason="", saved_at=None)
         return replace(
             seen,
             is_read=True,
             saved_at=step.saved_at,
-            why=step.why,
+            reason=step.reason,
             metrics=dict(step.metrics),
             is_foreign=is_foreign(step),
             problem=None,
@@ -141,7 +141,7 @@ def step_facts(run: str | os.PathLike[str], rules: Sequence[Keep] = ()) -> list[
             "path": step.path,
             "nbytes": news.sizes[seen.name],
             "saved_at": seen.saved_at.isoformat() if seen.saved_at else None,
-            "why": seen.why,
+            "why": seen.reason,
             "metrics": seen.metrics,
             "problem": seen.problem,
             "is_removed": seen.name in news.removed,

@@ -44,7 +44,7 @@ def follow(
     Example:
 
         >>> for step in checkpoint.follow("run"):
-        ...     with step.held() as path:
+        ...     with step.hold() as path:
         ...         checkpoint.score("run", step.number, {"eval.loss": evaluate(path)})
     """
     last = -1 if after is None else after

@@ -23,7 +23,7 @@ import msgspec
 
 from eformer._engine.formats.found import kinds_if_there
 from eformer._engine.processes import hosts as _hosts
-from eformer._engine.record.policies import every_from, is_due, minutes_due
+from eformer._engine.record.policies import Near, every_from, is_due, minutes_due
 from eformer._engine.record.step_names import step_name
 from eformer._engine.record.values import parse_json
 from eformer._engine.runs.clock import Clock
@@ -41,14 +41,11 @@ from eformer._engine.trees.copies import compile_copies
 from eformer.errors import CorruptionError, FormatError, ProcessError
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from datetime import timedelta
 
     from eformer._engine.loading.load import LoadedTree
     from eformer._engine.loading.request import Request
     from eformer._engine.record.options import SaveOptions
-    from eformer._engine.record.policies import Every
     from eformer._engine.runs.done import Done
     from eformer._engine.runs.writer import Writer
     from eformer._engine.saving.save import Save
@@ -96,7 +93,7 @@ class _Line(msgspec.Struct):
         return _Line(self.path, self.writers, [*before, (epoch, None)][-_MOST_EPOCHS:])
 
 
-class Near:
+class NearTier:
     """The near tier of a run, seen from one process.
 
     The order of calls: `look` before this job becomes the writer, `in_common`, and `begin`; then `is_due`, `save` and
@@ -105,27 +102,24 @@ class Near:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
-        every: int | timedelta | Every | Sequence[Every] | None,
+        near: Near,
         writer: Writer,
         options: SaveOptions,
-        clock: Callable[[], float],
+        seconds: Callable[[], float],
     ) -> None:
-        place = on_disk(store_at(absolute(path)))
-        self._every = every_from(every)
+        if not isinstance(near, Near):
+            raise TypeError(f"near={near!r}: expected near=Near(path, every=...)")
+        place = on_disk(store_at(absolute(near.path)))
         if place is None:
             raise ValueError(
-                f"near={path!r}: the near tier is in memory or on a local disk, /dev/shm/run say"
+                f"{near}: near steps are saved in memory or on a local disk; pass a path such as '/dev/shm/run'"
             )
-        if not self._every:
-            raise ValueError("near= needs near_every=, which says when it saves")
+        self._every = every_from(near.every)
         self._process = Path(place) / f"process-{jax.process_index()}"
         if self._process.is_symlink():  # everything in the tier that is not kept is removed
-            raise ValueError(
-                f"near={path!r}: {self._process} is a link; remove it, or choose another directory"
-            )
+            raise ValueError(f"{near}: {self._process} is a link; remove it, or choose another directory")
         self._writer, self._run = writer, writer.store
-        self._clock, self._timeout = Clock(clock, options.timeout), options.timeout
+        self._clock, self._timeout = Clock(seconds, options.timeout), options.timeout
         self._options = dataclasses.replace(
             options,
             dtype=None,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.loading.request import LoadReport, Request
     from eformer._engine.record.policies import Keep
-    from eformer._engine.runs.near import Near
+    from eformer._engine.runs.near import NearTier
     from eformer._engine.runs.steps import Step
     from eformer._engine.runs.writer import Writer
 
@@ -119,7 +119,7 @@ class Job:
 
     path: str
     writer: Writer
-    near: Near | None
+    near: NearTier | None
     timeout: float | None
 
     def agree(self, *, claims: bool, fresh: bool, rule: Keep | None = None) -> Agreed:

@@ -22,7 +22,7 @@ from eformer._engine.record.text import count, few
 from eformer._engine.runs.clock import Clock
 from eformer._engine.runs.done import Done
 from eformer._engine.runs.last_save import LastSave
-from eformer._engine.runs.near import Near
+from eformer._engine.runs.near import NearTier
 from eformer._engine.runs.resume import Job, Resumed, reasons_to_put_aside, rule_of_best
 from eformer._engine.runs.retention import remove_others, steady_clock
 from eformer._engine.runs.signals import Signals
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import signal
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from eformer._engine.record.policies import Every, Keep
+    from eformer._engine.record.policies import Every, Keep, Near
     from eformer._engine.runs.resume import Agreed
     from eformer._engine.saving.save import Format
     from eformer._engine.stores.base import Store
@@ -67,11 +67,9 @@ class Run:
     on_saved   function that is called with each `Step` that is committed, in the thread of the save
     format     the format of the steps, see `save`
     options    the options of the saves: a `SaveOptions`, or a dict of its fields
-    clock      a function that returns seconds, for rules by time
-    near       a directory in memory or on a local disk of each host, for steps that are saved more often: each process
-               saves what it holds, and the run resumes from them if all processes still have theirs
-    near_every
-               when `after` saves there, as `every`; a step that is due for both is saved to `path` alone
+    near       a `Near`: also save steps more often, in memory or on a local disk of each host. Each process saves its
+               own shards there, and the run resumes from a near step if all processes still have it. A step that is
+               due for both is saved to `path` alone
     fresh      start anew in a directory that has steps: the first save puts them aside under other names
                (`step-100.old`), and removes near steps. Not with `resume`
 
@@ -79,6 +77,8 @@ class Run:
     has steps, call `resume` before the first save, or pass `fresh=True`; otherwise that save raises FileExistsError.
     So does any start in a directory with checkpoints of another program that a run cannot resume from.
     """
+
+    _seconds = staticmethod(time.monotonic)  # for rules by time; tests set another clock
 
     def __init__(
         self,
@@ -91,9 +91,7 @@ class Run:
         on_saved: Callable[[Step], object] | None = None,
         format: Format = "safetensors",  # noqa: A002
         options: SaveOptions | Mapping[str, Any] = _DEFAULT,
-        clock: Callable[[], float] = time.monotonic,
-        near: str | os.PathLike[str] | None = None,
-        near_every: int | timedelta | Every | Sequence[Every] | None = None,
+        near: Near | None = None,
         fresh: bool = False,
     ) -> None:
         self.path = absolute(path)
@@ -108,12 +106,10 @@ class Run:
         if self._keep == ():
             raise ValueError(f"keep={keep!r}: no rule says which steps stay; None keeps all")
         self._writer = Writer(store, secrets.token_hex(8))
-        if near is None and near_every is not None:
-            raise ValueError("near_every= needs near=, the directory to save to")
-        self._near = None if near is None else Near(near, near_every, self._writer, self._options, clock)
+        self._near = None if near is None else NearTier(near, self._writer, self._options, self._seconds)
         self._job = Job(self.path, self._writer, self._near, self._options.timeout)
         self._signals = Signals(signals)
-        self._clock = Clock(clock, self._options.timeout)
+        self._clock = Clock(self._seconds, self._options.timeout)
         self._is_told = self._is_asked = False
         self._is_fresh, self._has_begun = fresh, False
         self._resumed_from: int | None = None
@@ -312,12 +308,12 @@ class Run:
         """
         return self._save(Done(checked_number(step), tree, data, metrics, metadata), "call")
 
-    def request(self) -> None:
+    def request_save(self) -> None:
         """Ask for a save at the next step, from any thread. With several processes: at the next step at which they
         meet."""
         self._is_asked = True
 
-    def tick(self) -> bool:
+    def should_stop(self) -> bool:
         """Tell whether to stop, in loops without steps such as evaluation. The next `after` then saves."""
         self._is_told = self._signals.reached() or self._is_told
         return self._is_told
@@ -330,7 +326,7 @@ class Run:
         self._last.wait(timeout)
 
     def _why(self, step: int) -> str | None:
-        if self.tick() and not self.stopping:
+        if self.should_stop() and not self.stopping:
             return "signal"
         minutes = minutes_due(self._every, step)
         by_clock = self._clock.is_due(step, minutes, is_asked=self._is_asked)
@@ -362,7 +358,7 @@ class Run:
             self._near.note_save(done.step)
         return pending
 
-    def _save_near(self, done: Done, near: Near) -> None:
+    def _save_near(self, done: Done, near: NearTier) -> None:
         late = done.facts("near")
         self._begin()
         near.save(done, late)

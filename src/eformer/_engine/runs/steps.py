@@ -79,7 +79,7 @@ class Step:
         return facts_of_run(self._metadata)
 
     @property
-    def why(self) -> str:
+    def reason(self) -> str:
         """Why it was saved: "every", "asked", "signal" or "call"; "" if a run did not save it."""
         return str(self._of_run.get("why", ""))
 
@@ -115,12 +115,12 @@ class Step:
         """The bytes of its arrays. Steps that share unchanged leaves count them each."""
         return sum(tree.nbytes for tree in self._found.trees.values())
 
-    def held(self) -> AbstractContextManager[str]:
+    def hold(self) -> AbstractContextManager[str]:
         """Return a context manager that gives a path at which the step stays readable, even if the run removes it.
 
         Example:
 
-            >>> with step.held() as path:
+            >>> with step.hold() as path:
             ...     evaluate(checkpoint.load(path))
         """
         store, name = store_at(self.path).parent()
