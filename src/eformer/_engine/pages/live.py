@@ -11,12 +11,13 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.steps import name_of_step
 from eformer._engine.pages.timeline import News, SeenStep, read_step, reasons
 from eformer._engine.record.text import printable
-from eformer._engine.runs.retention import removable
+from eformer._engine.runs.retention import by_series, removable
 from eformer._engine.runs.steps import resumed_from, steps
 from eformer._engine.stores import checkpoints
 from eformer._engine.stores.local import on_disk, usage
@@ -140,15 +141,14 @@ class LiveRun:
         return [name for name in reversed(names) if not seen[name].is_read] + again
 
     def _retention(self, seen: Collection[SeenStep]) -> Json:
-        """Return what the rules would remove, as `prune` does: sound steps alone that no link points to; and why the
-        others stay."""
-        sound = [step for step in seen if step.is_read and step.problem is None]
-        if not self.rules or not sound:
+        """Return the steps that `prune` would remove by the rules, and the reasons why other steps stay."""
+        facts = {step.name: step.facts for step in seen if step.is_read and step.problem is None}
+        if not self.rules or not facts:
             return {}
-        facts = {step.name: step.facts for step in sound}
+        removed = (removable(self.store, series, self.rules, now=time.time()) for series in by_series(facts))
         return {
-            "removed": frozenset(removable(self.store, facts, self.rules, now=time.time())),
-            "reasons": reasons([*facts.values()], self.rules, resumed_from(self.store)),
+            "removed": frozenset(chain.from_iterable(removed)),
+            "reasons": reasons(facts, self.rules, resumed_from(self.store)),
         }
 
     def _measure_sizes(self, names: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from eformer._engine.pages.contents import contents_of
 from eformer._engine.pages.reading import Room, TooLargeError, compared
 from eformer._engine.record.policies import StepFacts, counted_steps, kept_by
 from eformer._engine.record.text import count, printable, size
+from eformer._engine.runs.retention import by_series
 from eformer._engine.runs.steps import is_foreign, resumed_from, steps
 from eformer._engine.stores.local import usage
 from eformer._engine.stores.locate import store_at
@@ -176,8 +177,9 @@ def run_facts(
     store, found = store_at(run), steps(run)
     news = _news(store, found, rules)
     sound = [step for step, seen in zip(found, news.steps, strict=True) if seen.problem is None]
-    why = reasons([seen.facts for seen in news.steps if seen.problem is None], rules, resumed_from(store))
-    facts = replace(news, reasons=why).as_json(store.url, rules)
+    by_name = {seen.name: seen.facts for seen in news.steps if seen.problem is None}
+    found_reasons = reasons(by_name, rules, resumed_from(store))
+    facts = replace(news, reasons=found_reasons).as_json(store.url, rules)
     changes = dict(_changes(sound, memory, progress)) if values else {}
     facts["steps"] = [step | {"change": changes.get(step["number"])} for step in facts["steps"]]
     notes = alarms(facts["steps"])
@@ -223,12 +225,21 @@ def rule_text(rule: Keep) -> str:
     return printable(", ".join(parts))
 
 
-def reasons(sound: Sequence[StepFacts], rules: Sequence[Keep], resumed: int | None) -> dict[int, list[str]]:
-    """Return why each step stays, in words: the rules that keep it, "the newest", "resumed from" or "of another
-    program"."""
-    if not rules:
-        return {}
-    counted, found = counted_steps(sound, rules), defaultdict[int, list[str]](list)
+def reasons(
+    sound: Mapping[str, StepFacts], rules: Sequence[Keep], resumed: int | None
+) -> dict[int, list[str]]:
+    """Return the reasons why each step stays, in words: the rules that keep it, "the newest", "the run was resumed from
+    it" or "another program wrote it"."""
+    found = defaultdict[int, list[str]](list)
+    for series in by_series(sound) if rules else ():
+        _add_reasons(found, [*series.values()], rules, resumed)
+    return dict(found)
+
+
+def _add_reasons(
+    found: defaultdict[int, list[str]], sound: Sequence[StepFacts], rules: Sequence[Keep], resumed: int | None
+) -> None:
+    counted = counted_steps(sound, rules)
     for fact in counted[-1:]:
         found[fact.number].append("the newest")
     for fact in sound:
@@ -239,7 +250,6 @@ def reasons(sound: Sequence[StepFacts], rules: Sequence[Keep], resumed: int | No
     for rule in rules:
         for number in kept_by(rule, counted, time.time()):
             found[number].append(rule_text(rule))
-    return dict(found)
 
 
 # -------------------------------------------------------------------------------------------- change

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import time
+from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,6 +68,15 @@ def removable(
     place = on_disk(store)
     linked = linked_in(Path(place)) if place is not None else set()
     return [name for name, fact in facts.items() if fact.number not in keep and name not in linked]
+
+
+def by_series(facts: Mapping[str, StepFacts]) -> list[dict[str, StepFacts]]:
+    """Group steps by the text before their numbers: rules of `prune` count run-100 and step-100 in series of their
+    own."""
+    found = defaultdict[str, dict[str, StepFacts]](dict)
+    for name, fact in facts.items():
+        found[name.rstrip("0123456789")][name] = fact
+    return [*found.values()]
 
 
 def seen_last(sound: Sequence[Step]) -> set[int]:
