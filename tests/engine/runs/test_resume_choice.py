@@ -103,13 +103,13 @@ def test_a_damaged_record_of_the_writer_is_named(tmp_path, text):
 
 def test_a_rewind_that_dies_has_put_the_newest_steps_aside(tmp_path, monkeypatch):
     fill(tmp_path, 1, 2, 3)
-    set_aside = retention.set_aside
+    set_aside = retention.set_step_aside
 
     def once(*arguments):
         set_aside(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(retention, "set_aside", once)
+    monkeypatch.setattr(retention, "set_step_aside", once)
     with pytest.raises(KeyboardInterrupt), Run(tmp_path, signals=()) as run:
         run.resume(step=1, rewind=True)
     assert names(tmp_path) == ["step-1", "step-2", "step-3.rewound"]

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from eformer._engine.formats.find import find
 from eformer._engine.formats.steps import RUN_FILE, is_checkpoint, steps_in
 from eformer._engine.pages.checkpoints import Checkpoints, OpenCheckpoint
-from eformer._engine.pages.live import LiveRun, identity_of
-from eformer._engine.pages.page import SCRIPTS, STYLES, asset, joined
+from eformer._engine.pages.live import LiveRun, require_identity
+from eformer._engine.pages.page import SCRIPTS, STYLES, asset, joined_assets
 from eformer._engine.pages.report import made
-from eformer._engine.pages.requests import WITH_SLASH, Answer, RefusedError, Request, as_error, as_json
+from eformer._engine.pages.requests import WITH_SLASH, Answer, HttpRequest, RefusedError, as_error, as_json
 from eformer._engine.record.text import printable
 from eformer._engine.stores.locate import store_at
 from eformer.errors import EformerError, NotFoundError
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from eformer._engine.pages.checkpoints import Place
     from eformer._engine.record.policies import Keep
 
-Question = Callable[[OpenCheckpoint, Request], Any]
+Question = Callable[[OpenCheckpoint, HttpRequest], Any]
 
 _KINDS = {"css": "text/css", "js": "text/javascript"}
 
@@ -56,7 +56,7 @@ class Pages:
     def title(self) -> str:
         return printable(str(self.path).rstrip("/").rpartition("/")[2] or str(self.path))
 
-    def __call__(self, request: Request) -> Answer:
+    def __call__(self, request: HttpRequest) -> Answer:
         """Answer one request. What cannot be read is an answer, too."""
         try:
             return self._answer(request)
@@ -69,7 +69,7 @@ class Pages:
         """Return the text of an error with paths as seen from the run, whose own path is on the page anyway."""
         return printable(str(error)).replace(f"{store_at(self.path).url}/", "")
 
-    def _answer(self, request: Request) -> Answer:
+    def _answer(self, request: HttpRequest) -> Answer:
         match request.parts:
             case ():
                 return WITH_SLASH
@@ -97,7 +97,7 @@ class Pages:
         facts = news.as_json(run.store.url, run.rules) | {"title": self.title} | made()
         return as_json(facts, etag=etag)
 
-    def _facts(self, name: str, request: Request, number: int | None) -> Answer:
+    def _facts(self, name: str, request: HttpRequest, number: int | None) -> Answer:
         other = self._other(request)
         places = self._places(number, other)
         with self._checkpoints.opened(*places) as checkpoint:
@@ -113,7 +113,7 @@ class Pages:
         steps = [step.number for step in run.news().steps if step.number != number]
         return {"title": self.title, "href": "../../", "steps": steps[::-1], "against": other}
 
-    def _other(self, request: Request) -> int | None:
+    def _other(self, request: HttpRequest) -> int | None:
         """Return the step to compare with, if a request names one."""
         if not (text := request.parameters.get("against", "")):
             return None
@@ -129,7 +129,7 @@ class Pages:
             return self._run.place(number)
         store, name = store_at(self.path).parent()
         try:
-            return str(self.path), identity_of(store, name)
+            return str(self.path), require_identity(store, name)
         except FileNotFoundError:
             found = find(self.path)  # a path that is only the beginning of the names of files
             return found.path, found.manifest.digest
@@ -169,5 +169,5 @@ def _shell(kind: str, title: str, up: str) -> Answer:
 def _file(name: str) -> Answer:
     stem, _, suffix = name.rpartition(".")
     names = STYLES if suffix == "css" else (*SCRIPTS[stem], "live.js")
-    body = joined(names).encode()
+    body = joined_assets(names).encode()
     return Answer(body, _KINDS[suffix], etag=f'"{hashlib.sha256(body).hexdigest()[:32]}"')

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.pages.changes import overview
-from eformer._engine.pages.contents import contents_of
+from eformer._engine.pages.contents import page_contents
 from eformer._engine.pages.facts import columns, leaf_facts
 from eformer._engine.pages.reading import measure_one
 from eformer._engine.pages.report import changes_of, made
@@ -36,8 +36,8 @@ class OpenCheckpoint:
 
     def __init__(self, path: str, readers: threading.Semaphore, against: str | None = None) -> None:
         with ExitStack() as stack:
-            self._contents = stack.enter_context(contents_of(path))
-            self._other = stack.enter_context(contents_of(against)) if against is not None else None
+            self._contents = stack.enter_context(page_contents(path))
+            self._other = stack.enter_context(page_contents(against)) if against is not None else None
             self._changes = changes_of(self._contents, self._other, {})
             self._stack = stack.pop_all()
         self._measured: dict[str, Measured] = {}

@@ -73,7 +73,7 @@ class Leaf:
 
 
 @dataclass
-class Contents:
+class PageContents:
     """The leaves of a checkpoint, with the facts that stand above them.
 
     prefixes   the trees that were asked for: all, or one
@@ -115,7 +115,7 @@ class Contents:
     def _by_prefix(self) -> dict[tuple[str, str], Leaf]:
         return {(leaf.prefix, leaf.name): leaf for leaf in self.leaves}
 
-    def counterpart(self, leaf: Leaf, of: Contents) -> Leaf | None:
+    def counterpart(self, leaf: Leaf, of: PageContents) -> Leaf | None:
         """Return the leaf here that a leaf of another checkpoint is compared with, as `diff` matches them.
 
         Leaves are matched by prefix and name; by name alone if both checkpoints are one tree.
@@ -187,7 +187,7 @@ class Contents:
         return [*self._problems(), *map(printable, left_out)]
 
 
-def contents_of(path: str | os.PathLike[str], prefix: str | None = None) -> Contents:
+def page_contents(path: str | os.PathLike[str], prefix: str | None = None) -> PageContents:
     """Open the checkpoint at `path` and list its leaves; with a prefix those of one tree."""
     contents = look_at(path, lambda found: _contents(found, prefix))
     with ExitStack() as stack:
@@ -205,12 +205,12 @@ def contents_of(path: str | os.PathLike[str], prefix: str | None = None) -> Cont
     return contents
 
 
-def _contents(found: Found, prefix: str | None) -> Contents:
+def _contents(found: Found, prefix: str | None) -> PageContents:
     """Return what there is to know before the trees are opened."""
     prefixes = [prefix] if prefix is not None else [found.only] if found.only else list(found.trees)
     if prefix is not None or not prefixes:
         found.listed(prefix)  # which raises, if there is none
-    return Contents(
+    return PageContents(
         str(found.path), found.manifest.format, prefixes, found.left_out(prefix), signer_of(found)
     )
 

@@ -11,8 +11,8 @@ from eformer._engine.record.outline import tree_rows
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from eformer._engine.pages.changes import Change
-    from eformer._engine.pages.contents import Contents, Leaf
+    from eformer._engine.pages.changes import LeafChange
+    from eformer._engine.pages.contents import Leaf, PageContents
     from eformer._engine.pages.reading import Measured
     from eformer._engine.pages.statistics import Histogram, Statistics
     from eformer._engine.record.manifest import RecordedSharding
@@ -25,7 +25,7 @@ _MOST = len(DIGITS) ** 2 - 1
 _SAFE = 2**53  # beyond that, a number of JavaScript is not exact
 
 
-def leaf_facts(leaf: Leaf, measured: Measured | None, change: Change | None = None) -> Json:
+def leaf_facts(leaf: Leaf, measured: Measured | None, change: LeafChange | None = None) -> Json:
     """Describe one leaf: what `source.leaf(path)` of a page returns."""
     return {
         "path": leaf.path,
@@ -92,7 +92,9 @@ def _number(value: float | None, digits: int) -> Any:
 # ------------------------------------------------------------------------------------------- columns
 
 
-def columns(contents: Contents, measured: Mapping[str, Measured], changes: Mapping[str, Change]) -> Json:
+def columns(
+    contents: PageContents, measured: Mapping[str, Measured], changes: Mapping[str, LeafChange]
+) -> Json:
     """Return the tree and the leaves in columns: a tenth of the size of one object for each leaf."""
     rows = tree_rows([(leaf.path, leaf.kind) for leaf in contents.leaves])
     leaves = [contents.leaves[row.leaf] for row in rows if row.leaf >= 0]
@@ -191,7 +193,7 @@ def _packed(counts: Sequence[int]) -> str:
     return f"{most} " + "".join(DIGITS[h // len(DIGITS)] + DIGITS[h % len(DIGITS)] for h in heights)
 
 
-def _change_columns(changes: Sequence[Change]) -> Json:
+def _change_columns(changes: Sequence[LeafChange]) -> Json:
     """Return the first letters of the statuses; of the leaves that changed, in their order, how much; and by number
     what only few have."""
     changed = [(n, change.as_json()) for n, change in enumerate(changes) if change.status == "changed"]

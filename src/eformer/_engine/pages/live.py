@@ -77,7 +77,7 @@ class LiveRun:
         known = next((step.name for step in self._news.steps if step.number == number), None)
         name = known or name_of_step(self.store, number)
         try:
-            return self.store.path_to(name), identity_of(self.store, name)
+            return self.store.path_to(name), require_identity(self.store, name)
         except FileNotFoundError:
             raise NotFoundError(
                 f"step {number} is not there: it was removed by the rules of the run or by hand, or never saved"
@@ -119,7 +119,7 @@ class LiveRun:
         found = {}
         for name, step in there.items():
             with suppress(FileNotFoundError):  # removed meanwhile
-                identity = identity_of(self.store, name)
+                identity = require_identity(self.store, name)
                 found[name] = before.get((name, identity)) or SeenStep(step.number, name, identity)
         return found
 
@@ -164,7 +164,7 @@ class LiveRun:
                 self._changed.notify_all()
 
 
-def identity_of(store: Store, name: str) -> Hashable:
+def require_identity(store: Store, name: str) -> Hashable:
     """Return what tells a checkpoint from another of the same name. Raise FileNotFoundError if it is not there."""
     found = checkpoints.identity_of(store, name)
     if not found:

@@ -27,8 +27,11 @@ def page(data: dict[str, Any]) -> str:
 
     Only its own style and script may run, by their hashes, and nothing may be loaded from anywhere.
     """
-    style = joined(STYLES)
-    code = joined(SCRIPTS[data["kind"]]) + "\neformer.start(eformer.embeddedSource(eformer.embeddedData()));"
+    style = joined_assets(STYLES)
+    code = (
+        joined_assets(SCRIPTS[data["kind"]])
+        + "\neformer.start(eformer.embeddedSource(eformer.embeddedData()));"
+    )
     allowed = f"style-src {_hash(style)}; script-src {_hash(code)}"
     policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
     return asset("page.html").format(
@@ -46,7 +49,7 @@ def asset(name: str) -> str:
     return resources.files(__package__).joinpath("assets", name).read_text("utf-8")
 
 
-def joined(names: Sequence[str]) -> str:
+def joined_assets(names: Sequence[str]) -> str:
     """Return the text of several files of the package."""
     return "\n".join(map(asset, names))
 

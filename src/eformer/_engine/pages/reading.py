@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.pages.changes import Change, measured_change, recorded_change
+from eformer._engine.pages.changes import LeafChange, measured_change, recorded_change
 from eformer._engine.pages.statistics import Collector, has_statistics
 from eformer._engine.record.lazy_arrays import StoredLeaf
 from eformer._engine.record.pieces import pieces
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from eformer._engine.pages.contents import Contents, Leaf
+    from eformer._engine.pages.contents import Leaf, PageContents
     from eformer._engine.pages.statistics import Statistics
     from eformer._engine.tasks.progress import Meter, Progress
     from eformer._engine.tools.view import View
@@ -45,7 +45,7 @@ class Measured:
     """
 
     statistics: Statistics | None = None
-    change: Change | None = None
+    change: LeafChange | None = None
     problem: str | None = None
     is_damaged: bool = False
     is_checked: bool = False
@@ -78,8 +78,8 @@ class Room:
 
 
 def measure(
-    contents: Contents,
-    other: Contents | None = None,
+    contents: PageContents,
+    other: PageContents | None = None,
     *,
     memory: int | None = None,
     progress: Progress = None,
@@ -100,7 +100,7 @@ def measure(
 class _Pair:
     """A leaf, and the leaf of the same name in the other checkpoint that it is compared with."""
 
-    def __init__(self, contents: Contents, leaf: Leaf, other: Contents | None) -> None:
+    def __init__(self, contents: PageContents, leaf: Leaf, other: PageContents | None) -> None:
         assert leaf.entry
         self.leaf, self.entry = leaf, leaf.entry
         self.view: View = contents.views[leaf.prefix]
@@ -197,7 +197,7 @@ def _measured_by_boxes(pair: _Pair, boxes: Iterator[tuple[Any, Any]]) -> Measure
 
 
 def measure_one(
-    contents: Contents, leaf: Leaf, other: Contents | None = None, *, before_box: Callable[[], None]
+    contents: PageContents, leaf: Leaf, other: PageContents | None = None, *, before_box: Callable[[], None]
 ) -> Measured:
     """Read one array, box by box, and compare it with that of the other checkpoint. `before_box` is called before each
     box, and may raise to give up."""
@@ -241,7 +241,7 @@ def _stored(view: View | None, leaf: Leaf | None, room: Room) -> StoredLeaf:
 
 
 def compared(
-    contents: Contents, leaf: Leaf, others: Contents, other: Leaf, room: Room, *, is_same: bool
+    contents: PageContents, leaf: Leaf, others: PageContents, other: Leaf, room: Room, *, is_same: bool
 ) -> Comparison:
     """Compare a leaf with that of an earlier checkpoint. With `is_same`, only the earlier one is read."""
     before = _stored(others.views[other.prefix], other, room)

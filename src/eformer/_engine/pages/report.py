@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.steps import is_run
-from eformer._engine.pages.changes import Change, overview, recorded_change
-from eformer._engine.pages.contents import contents_of
+from eformer._engine.pages.changes import LeafChange, overview, recorded_change
+from eformer._engine.pages.contents import page_contents
 from eformer._engine.pages.facts import columns
 from eformer._engine.pages.page import MARK, page
 from eformer._engine.pages.reading import Measured, measure
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from eformer._engine.pages.contents import Contents
+    from eformer._engine.pages.contents import PageContents
     from eformer._engine.record.policies import Keep
     from eformer._engine.tasks.progress import Progress
 
@@ -57,7 +57,7 @@ class Report:
         A report that is there is replaced; any other file only with `overwrite`.
         """
         if not overwrite:
-            check_replaceable(path)
+            check_report_path(path)
         with replacing(local_path(path)) as file:
             file.write(self.html.encode())
         return os.fspath(path)
@@ -71,7 +71,7 @@ class Report:
         )
 
 
-def check_replaceable(path: str | os.PathLike[str]) -> None:
+def check_report_path(path: str | os.PathLike[str]) -> None:
     """Raise FileExistsError unless there is nothing, or a report."""
     file = local_path(path)
     if file.exists() and not _is_report(file):
@@ -126,10 +126,10 @@ def report(
             run["path"], {"version": 1, "kind": "run", "title": f"{run['title']}: run", "run": run | made()}
         )
     path = path_of_step(path, step)
-    with contents_of(path, prefix) as contents:
+    with page_contents(path, prefix) as contents:
         if against is None:
             return _checkpoint_report(contents, None, values, memory, progress)
-        with contents_of(against, prefix) as other:
+        with page_contents(against, prefix) as other:
             return _checkpoint_report(contents, other, values, memory, progress)
 
 
@@ -157,7 +157,7 @@ def became_in(report: Report) -> str:
 
 
 def _checkpoint_report(
-    contents: Contents, other: Contents | None, values: bool, memory: int | None, progress: Progress
+    contents: PageContents, other: PageContents | None, values: bool, memory: int | None, progress: Progress
 ) -> Report:
     measured = measure(contents, other, memory=memory, progress=progress) if values else {}
     found = changes_of(contents, other, measured)
@@ -174,17 +174,17 @@ def _checkpoint_report(
 
 
 def changes_of(
-    contents: Contents, other: Contents | None, measured: dict[str, Measured]
-) -> dict[str, Change]:
+    contents: PageContents, other: PageContents | None, measured: dict[str, Measured]
+) -> dict[str, LeafChange]:
     """Return how each leaf differs from that of the other checkpoint, if there is one: as measured, or as far as the
     records tell."""
-    found: dict[str, Change] = {}
+    found: dict[str, LeafChange] = {}
     if other is None:
         return found
     for leaf in contents.leaves:
         read = measured.get(leaf.path)
         change = read.change if read else None
-        found[leaf.path] = change or recorded_change(contents, leaf, other) or Change("unknown")
+        found[leaf.path] = change or recorded_change(contents, leaf, other) or LeafChange("unknown")
     return found
 
 
@@ -194,7 +194,7 @@ def made() -> dict[str, str]:
     return {"made_by": f"eformer {__version__}", "made_at": now}
 
 
-def verification(contents: Contents, measured: dict[str, Measured], *, values: bool) -> dict[str, Any]:
+def verification(contents: PageContents, measured: dict[str, Measured], *, values: bool) -> dict[str, Any]:
     """Say what was checked while the report was made."""
     damaged = [path for path, found in measured.items() if found.is_damaged]
     unread = sum(found.problem is not None and not found.is_damaged for found in measured.values())

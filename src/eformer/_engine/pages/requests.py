@@ -65,7 +65,7 @@ def _split(host: str) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class HttpRequest:
     """What is asked for: the parts of the path after the token, and the parameters."""
 
     parts: tuple[str, ...]
@@ -95,7 +95,7 @@ class RefusedError(Exception):
         self.status = status
 
 
-def admitted(site: Site, target: str, headers: Sequence[tuple[str, str]]) -> Request:
+def admitted(site: Site, target: str, headers: Sequence[tuple[str, str]]) -> HttpRequest:
     """Return what a GET or HEAD request asks for; raise RefusedError if it may not.
 
     The token is looked at last: it is compared only for requests that a browser sends to this address on its own
@@ -114,7 +114,7 @@ def admitted(site: Site, target: str, headers: Sequence[tuple[str, str]]) -> Req
         raise RefusedError(
             403, "the token is missing or wrong: open the address that `eformer serve` printed"
         )
-    return Request(parts[1:], parameters, given.get("if-none-match", ""))
+    return HttpRequest(parts[1:], parameters, given.get("if-none-match", ""))
 
 
 def _is_of_this_site(given: Mapping[str, str]) -> bool:

@@ -31,7 +31,7 @@ from eformer._engine.pages.requests import RefusedError, Site, admitted, as_erro
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from eformer._engine.pages.requests import Answer, Request
+    from eformer._engine.pages.requests import Answer, HttpRequest
     from eformer._engine.record.policies import Keep
 
 logger = logging.getLogger("eformer.serve")
@@ -86,7 +86,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     allow_reuse_address = True
     request_queue_size = MOST_CONNECTIONS
 
-    def __init__(self, host: str, port: int, token: str, answer: Callable[[Request], Answer]) -> None:
+    def __init__(self, host: str, port: int, token: str, answer: Callable[[HttpRequest], Answer]) -> None:
         self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self.answer = answer
         try:
@@ -170,7 +170,7 @@ class _Connection(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET  # noqa: N815
 
-    def _answer(self, request: Request) -> Answer:
+    def _answer(self, request: HttpRequest) -> Answer:
         try:
             answer = self.server.answer(request)
         except RefusedError:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.pages.changes import SAME, is_of_optimizer, recorded_change, rounded
-from eformer._engine.pages.contents import contents_of
+from eformer._engine.pages.contents import page_contents
 from eformer._engine.pages.reading import Room, TooLargeError, compared
 from eformer._engine.record.policies import StepFacts, counted_steps, kept_by
 from eformer._engine.record.text import count, printable, size
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
-    from eformer._engine.pages.contents import Contents, Leaf
+    from eformer._engine.pages.contents import Leaf, PageContents
     from eformer._engine.record.policies import Keep
     from eformer._engine.runs.steps import Step
     from eformer._engine.stores.base import Store
@@ -268,7 +268,7 @@ def _changes(sound: Sequence[Step], memory: int | None, progress: Progress) -> I
             if read > MOST_READ:
                 return
             try:
-                with contents_of(step.path) as new, contents_of(before.path) as old:
+                with page_contents(step.path) as new, page_contents(before.path) as old:
                     change, nbytes = _change(new, old, known, room)
             except (
                 EformerError,
@@ -281,7 +281,9 @@ def _changes(sound: Sequence[Step], memory: int | None, progress: Progress) -> I
             yield step.number, change
 
 
-def _change(new: Contents, old: Contents, known: dict[str, Comparison], room: Room) -> tuple[Json, int]:
+def _change(
+    new: PageContents, old: PageContents, known: dict[str, Comparison], room: Room
+) -> tuple[Json, int]:
     """Return the norm of the difference of all arrays outside of optimizers, and how many bytes were read for it.
 
     became    the number of leaves that have elements that were finite in the older step, and no longer are; also in
@@ -313,7 +315,7 @@ def _change(new: Contents, old: Contents, known: dict[str, Comparison], room: Ro
     return _change_facts(norm, before) | {"became": became, "special": special}, nbytes
 
 
-def _common_leaves(new: Contents, old: Contents) -> Iterator[tuple[Leaf, Leaf]]:
+def _common_leaves(new: PageContents, old: PageContents) -> Iterator[tuple[Leaf, Leaf]]:
     """Yield the plain values, and the arrays in one shape, that both steps have."""
     for leaf in new.leaves:
         other = old.counterpart(leaf, new)

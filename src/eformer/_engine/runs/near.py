@@ -27,7 +27,7 @@ from eformer._engine.record.policies import Near, every_from, is_due, minutes_du
 from eformer._engine.record.step_names import step_name
 from eformer._engine.record.values import parse_json
 from eformer._engine.runs.clock import Clock
-from eformer._engine.runs.own_part import cut_to_own, load_own
+from eformer._engine.runs.own_part import load_own, own_part_of
 from eformer._engine.runs.steps import Step, claim_of, steps_if_there
 from eformer._engine.saving.pending import Pending
 from eformer._engine.saving.save import carry_out
@@ -71,7 +71,7 @@ class NearStep(msgspec.Struct, frozen=True, order=True, array_like=True):
     epoch: str = ""
 
 
-class _Line(msgspec.Struct):
+class _Epochs(msgspec.Struct):
     """The epochs from which the run may go on, each up to a step, None for all.
 
     They count only where the file was written, not in a copy of the run, and only as long as one of these is the
@@ -87,10 +87,10 @@ class _Line(msgspec.Struct):
             step.epoch == epoch and (last is None or step.number <= last) for epoch, last in self.epochs
         )
 
-    def up_to(self, number: int, epoch: str) -> _Line:
+    def up_to(self, number: int, epoch: str) -> _Epochs:
         """Return the line that goes on from a step in a new epoch."""
         before = [(name, number if last is None else min(number, last)) for name, last in self.epochs]
-        return _Line(self.path, self.writers, [*before, (epoch, None)][-_MOST_EPOCHS:])
+        return _Epochs(self.path, self.writers, [*before, (epoch, None)][-_MOST_EPOCHS:])
 
 
 class NearTier:
@@ -130,7 +130,7 @@ class NearTier:
             ocdbt=False,
             store_options=None,
         )
-        self._line, self._epoch = _Line(), ""
+        self._epochs, self._epoch = _Epochs(), ""
         self._pending: Pending | None = None
 
     # -------------------------------------------------------------------------------------- resume
@@ -140,20 +140,20 @@ class NearTier:
         read which epochs count, and note that this writer knows of them."""
         self.wait()
         if jax.process_index() == 0:
-            line, claim = self._read_line(), claim_of(self._run)
+            known, claim = self._read_epochs(), claim_of(self._run)
             holder = claim.id if claim else ""
-            is_ours = line.path == self._run.url and holder in line.writers
-            epochs = line.epochs if is_ours else []
-            self._write_line(_Line(self._run.url, [self._writer.id, holder], epochs))
-        return self._held()
+            is_ours = known.path == self._run.url and holder in known.writers
+            epochs = known.epochs if is_ours else []
+            self._write_epochs(_Epochs(self._run.url, [self._writer.id, holder], epochs))
+        return self._whole_steps()
 
     def forget(self) -> None:
         """Forget the steps of earlier jobs, before a run that starts anew puts its own steps aside."""
         if jax.process_index() == 0:
-            self._write_line(_Line(self._line.path, self._line.writers))
+            self._write_epochs(_Epochs(self._epochs.path, self._epochs.writers))
 
-    def _held(self) -> list[NearStep]:
-        return sorted(step for step in self._there() if self._is_whole(step))
+    def _whole_steps(self) -> list[NearStep]:
+        return sorted(step for step in self._all_steps() if self._is_whole(step))
 
     def _is_whole(self, step: NearStep) -> bool:
         found = Step(step.number, self._path_of(step))
@@ -169,7 +169,7 @@ class NearTier:
         """Return the steps that all processes hold and that are of this run, given those of each; and the
         epochs of this run. For the first process."""
         everywhere = set.intersection(*(set(steps) for steps in held))
-        found = sorted(step for step in everywhere if self._line.has(step))
+        found = sorted(step for step in everywhere if self._epochs.has(step))
         newest = found[-1].number if found else -1
         others = {step.number for steps in held for step in steps if step.number > newest}
         if others:
@@ -177,7 +177,7 @@ class NearTier:
                 "the near steps %s are not used: they are not of this run, or not every process holds them",
                 sorted(others),
             )
-        return found, [epoch for epoch, _ in self._line.epochs]
+        return found, [epoch for epoch, _ in self._epochs.epochs]
 
     def load(self, step: NearStep, request: Request) -> LoadedTree:
         """Load this process's part of a step. What cannot be read is damage, for which there is another step."""
@@ -192,8 +192,8 @@ class NearTier:
         """Begin an epoch after so many steps. Steps after that, and those not of the epochs `before`, are removed."""
         self._epoch = epoch
         if jax.process_index() == 0:
-            self._write_line(self._line.up_to(number, epoch))
-        stay = [step for step in self._held() if step.number <= number and step.epoch in before]
+            self._write_epochs(self._epochs.up_to(number, epoch))
+        stay = [step for step in self._whole_steps() if step.number <= number and step.epoch in before]
         near = self._process.parent
         _remove_but(stay, near, self._process.name)
         for name in kinds_if_there(store_at(near)):  # of a job that had more processes
@@ -201,19 +201,19 @@ class NearTier:
                 _remove_but((), near, name)
         self.note_save(number)
 
-    def _read_line(self) -> _Line:
+    def _read_epochs(self) -> _Epochs:
         try:
             data, _ = read_whole(self._run, NEAR_FILE)
-            return parse_json(data, _Line, f"{self._run.path_to(NEAR_FILE)} cannot be read")
+            return parse_json(data, _Epochs, f"{self._run.path_to(NEAR_FILE)} cannot be read")
         except (FileNotFoundError, NotADirectoryError):
-            return _Line()
+            return _Epochs()
         except FormatError as error:
             logger.warning("the near tier is not used: %s", error)
-            return _Line()
+            return _Epochs()
 
-    def _write_line(self, line: _Line) -> None:
-        self._line = line
-        update_file(self._run, NEAR_FILE, lambda _: msgspec.json.encode(line))
+    def _write_epochs(self, known: _Epochs) -> None:
+        self._epochs = known
+        update_file(self._run, NEAR_FILE, lambda _: msgspec.json.encode(known))
 
     # ---------------------------------------------------------------------------------------- save
 
@@ -232,7 +232,7 @@ class NearTier:
         position, tree = done.position(), done.state()
         self.wait()
         path = self._path_of(NearStep(done.step, self._epoch))
-        own, table = cut_to_own(tree)
+        own, table = own_part_of(tree)
         save = start(
             own,
             path,
@@ -256,7 +256,7 @@ class NearTier:
             for array in (array for source in save.sources for _, array in source.parts):
                 if isinstance(array, jax.Array):
                     array.block_until_ready()
-            for step in sorted(self._there())[:-_KEPT]:
+            for step in sorted(self._all_steps())[:-_KEPT]:
                 self._remove(step)
         except BaseException:
             save.turn.end()
@@ -280,7 +280,7 @@ class NearTier:
     def _path_of(self, step: NearStep) -> str:
         return str(self._process / step.epoch / step_name(step.number))
 
-    def _there(self) -> list[NearStep]:
+    def _all_steps(self) -> list[NearStep]:
         """List the steps of this process, whole or not, of whatever run."""
         return [
             NearStep(step.number, epoch)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 PART_METADATA = "eformer.part"
 
 
-class _Cut(msgspec.Struct, frozen=True, array_like=True):
+class _BoxedArray(msgspec.Struct, frozen=True, array_like=True):
     """An array of which only boxes are in the part: the whole array as it is stored, and where each box begins."""
 
     dtype: str
@@ -47,19 +47,19 @@ class _Table(msgspec.Struct, frozen=True):
     """The leaves of the tree in the order of the part, the arrays among them that were cut, and the structure."""
 
     names: list[str]
-    cuts: dict[str, _Cut]
+    cuts: dict[str, _BoxedArray]
     structure: msgspec.Raw
 
 
-def cut_to_own(tree: Any) -> tuple[list[Any], dict[str, str]]:
+def own_part_of(tree: Any) -> tuple[list[Any], dict[str, str]]:
     """Return the part of the tree that this process holds, and the metadata that `load_own` needs."""
     leaves, structure = flatten(tree)
     part: list[Any] = []
-    cuts: dict[str, _Cut] = {}
+    cuts: dict[str, _BoxedArray] = {}
     for name, leaf in leaves.items():
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             boxes = _boxes(leaf)
-            cuts[name] = _cut(leaf, tuple(boxes))
+            cuts[name] = _boxed_array(leaf, tuple(boxes))
             part += boxes.values()
         else:
             part.append(leaf)
@@ -77,14 +77,14 @@ def _boxes(array: jax.Array) -> dict[tuple[int, ...], jax.Array]:
     return found
 
 
-def _cut(array: jax.Array, starts: tuple[tuple[int, ...], ...]) -> _Cut:
+def _boxed_array(array: jax.Array, starts: tuple[tuple[int, ...], ...]) -> _BoxedArray:
     sharding = recorded_sharding(array.sharding)
     if not is_key(array):
-        return _Cut(name_of_dtype(array.dtype), array.shape, None, sharding, starts)
+        return _BoxedArray(name_of_dtype(array.dtype), array.shape, None, sharding, starts)
     data = jax.eval_shape(jax.random.key_data, array)
     inner = (0,) * (len(data.shape) - array.ndim)
     key = str(jax.random.key_impl(array))
-    return _Cut(
+    return _BoxedArray(
         name_of_dtype(data.dtype), data.shape, key, sharding, tuple((*start, *inner) for start in starts)
     )
 
@@ -100,13 +100,13 @@ def load_own(path: str, common_id: str, request: Request) -> LoadedTree:
     """
 
     def see(found: Found) -> Found:
-        whole = _uncut(found.tree(None), path, common_id)
+        whole = _whole_tree(found.tree(None), path, common_id)
         return dataclasses.replace(found, trees={"": whole}, only=None)
 
     return load_tree([path], dataclasses.replace(request, whole_of=see))
 
 
-def _uncut(part: TreeEntry, path: str, common_id: str) -> BoxedTree:
+def _whole_tree(part: TreeEntry, path: str, common_id: str) -> BoxedTree:
     """Return the record of the tree that the part was cut from."""
     text = part.metadata.get(PART_METADATA)
     if not isinstance(text, str):
@@ -134,7 +134,7 @@ def _contents(part: TreeEntry, table: _Table) -> tuple[dict[str, LeafEntry], dic
     return arrays, values
 
 
-def _joined(cut: _Cut, boxes: Sequence[LeafEntry]) -> LeafEntry:
+def _joined(cut: _BoxedArray, boxes: Sequence[LeafEntry]) -> LeafEntry:
     """Return the record of the whole array, with the extents of the boxes where these lie in it."""
     extents = [
         _moved(extent, box, start, cut.shape)
@@ -148,8 +148,8 @@ def _joined(cut: _Cut, boxes: Sequence[LeafEntry]) -> LeafEntry:
 def _moved(extent: Extent, box: LeafEntry, start: tuple[int, ...], shape: tuple[int, ...]) -> Extent:
     if box.shape == shape:
         return extent
-    region = box.region_of(extent)
+    found = box.region_of(extent)
     first, last = (
-        tuple(a + b for a, b in zip(start, side, strict=True)) for side in (region.start, region.stop)
+        tuple(a + b for a, b in zip(start, side, strict=True)) for side in (found.start, found.stop)
     )
     return msgspec.structs.replace(extent, region=(first, last))

@@ -64,14 +64,14 @@ class Resumed:
 # ---------------------------------------------------------------------------------------- messages
 
 
-class _Held(msgspec.Struct):
+class _OwnSteps(msgspec.Struct):
     """The message of a process that begins: the near steps that it holds, and whether it starts anew."""
 
     near: list[NearStep]
     fresh: bool
 
 
-class Agreed(msgspec.Struct):
+class AgreedSteps(msgspec.Struct):
     """The answer: the steps that there are for all processes, those of the run that have the metric of a rule, the best
     first, the epoch that begins, and those of the run before it."""
 
@@ -122,7 +122,7 @@ class Job:
     near: NearTier | None
     timeout: float | None
 
-    def agree(self, *, claims: bool, fresh: bool, rule: Keep | None = None) -> Agreed:
+    def agree(self, *, claims: bool, fresh: bool, rule: Keep | None = None) -> AgreedSteps:
         """Agree on the steps that there are: those of the run that the first process sees, and the near ones that all
         processes hold.
 
@@ -132,7 +132,7 @@ class Job:
         near = self.near
 
         def answer(messages: Sequence[bytes]) -> bytes:
-            held = [json_decoder(_Held).decode(message) for message in messages]
+            held = [json_decoder(_OwnSteps).decode(message) for message in messages]
             _require_alike([one.fresh for one in held])
             if claims:
                 self.writer.claim()
@@ -140,15 +140,15 @@ class Job:
             common, epochs = near.in_common([one.near for one in held]) if near else ([], [])
             best = self._ranked(there, rule) if rule else []
             far = [step.number for step in there]
-            return msgspec.json.encode(Agreed(far, common, best, secrets.token_hex(8), epochs))
+            return msgspec.json.encode(AgreedSteps(far, common, best, secrets.token_hex(8), epochs))
 
         with meeting("runs", self.timeout) as hosts:
             if self.writer.has_claimed and hosts.index == 0:
                 self.writer.check()
-            mine = _Held(near.look() if near else [], fresh)
+            mine = _OwnSteps(near.look() if near else [], fresh)
             answered = hosts.meet(msgspec.json.encode(mine), answer)
         self.writer.has_claimed = self.writer.has_claimed or claims
-        return json_decoder(Agreed).decode(answered)
+        return json_decoder(AgreedSteps).decode(answered)
 
     def _ranked(self, there: Sequence[Step], rule: Keep) -> list[int]:
         """Return the steps that have the metric of a rule, the best first. Those whose manifests cannot be read are

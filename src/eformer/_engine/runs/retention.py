@@ -152,7 +152,7 @@ def remove_others(
             continue
         except ValueError as error:  # another directory has taken its name
             logger.warning("%s", error)
-    sweep(store, [step.name for step in there])
+    sweep_remains(store, [step.name for step in there])
     remove_files(store, orphaned_scores(store, removed))
 
 
@@ -194,7 +194,7 @@ def _are_scores(store: Store, name: str) -> bool:
     return True
 
 
-def set_aside(store: Store, step: str, why: str) -> None:
+def set_step_aside(store: Store, step: str, why: str) -> None:
     """Let a directory be no step any more, and give its scores the new name.
 
     In a bucket the files by which readers know a step get other names: also the index for other readers, by which it
@@ -216,12 +216,12 @@ def put_aside(path: str, why: Callable[[Step], str | None], check: Callable[[], 
     while there := [step for step in steps_if_there(path) if step.name not in done and why(step)]:
         check()
         for step in reversed(there):
-            set_aside(store, step.name, why(step) or "")
+            set_step_aside(store, step.name, why(step) or "")
         done += [step.name for step in there]
     return done
 
 
-def sweep(store: Store, known: Collection[str] = ()) -> None:
+def sweep_remains(store: Store, known: Collection[str] = ()) -> None:
     """Remove what dead saves have left in directories that are not steps. On a disk they leave none: directories appear
     whole there."""
     if on_disk(store) is None:

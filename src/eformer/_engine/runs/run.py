@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from eformer._engine.record.policies import Every, Keep, Near
-    from eformer._engine.runs.resume import Agreed
+    from eformer._engine.runs.resume import AgreedSteps
     from eformer._engine.saving.save import Format
     from eformer._engine.stores.base import Store
 
@@ -230,7 +230,7 @@ class Run:
             self._near.begin(0, agreed.epoch)
         self._has_begun = True
 
-    def _refuse_steps(self, agreed: Agreed) -> None:
+    def _refuse_steps(self, agreed: AgreedSteps) -> None:
         if there := agreed.steps:
             raise FileExistsError(
                 f"{self.path} has {count(len(there), 'step')}, the newest is {there[-1].number}, and this job has not "
@@ -238,7 +238,7 @@ class Run:
                 "another directory, or here with Run(..., fresh=True), which puts the old steps aside"
             )
 
-    def _go_on(self, step: int | None, agreed: Agreed, skipped: Collection[int] = ()) -> None:
+    def _go_on(self, step: int | None, agreed: AgreedSteps, skipped: Collection[int] = ()) -> None:
         """Go on from a step, None from none: remove near steps, and put steps aside, that do not belong to the run any
         more."""
         if self._near:

@@ -15,7 +15,7 @@ from eformer._engine.formats.find import later_of_flax
 from eformer._engine.formats.left_out import holds_leaves
 from eformer._engine.formats.steps import RUN_FILE, is_checkpoint, last_step_in
 from eformer._engine.record.step_names import OF_ANY_PROGRAM, OF_RUN
-from eformer._engine.runs.retention import sweep
+from eformer._engine.runs.retention import sweep_remains
 from eformer._engine.runs.steps import Claim
 from eformer._engine.stores.base import read_whole, update_file
 from eformer._engine.stores.bucket_removal import ASIDE
@@ -51,7 +51,7 @@ class Writer:
 
         update_file(self.store, RUN_FILE, claimed, sweep=True)
         try:
-            sweep(self.store)
+            sweep_remains(self.store)
         except OSError as error:
             logger.warning("%s: what dead jobs have left could not be removed: %s", self.store.url, error)
         self.has_claimed = True

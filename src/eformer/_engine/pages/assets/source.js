@@ -124,7 +124,7 @@
       nbytes: (row) => row.nbytes,
       dtype: (row) => row.dtype,
       std: (row) => statistics(row)?.std ?? 0,
-      change: (row) => weight(row.change),
+      change: (row) => strength(row.change),
     };
     const sorted = (list, { sort = "", descending = false } = {}) => {
       if (!(sort in keys)) return list;
@@ -181,10 +181,10 @@
   };
   // The change of a group: the status of its leaves, "unknown" if they differ in it and any was not read, and the strongest.
   const combined = (some) => {
-    let status = some[0]?.status ?? "same", strongest = some[0] ?? {}, heaviest = weight(some[0]), became_nan = 0, became_inf = 0;
+    let status = some[0]?.status ?? "same", strongest = some[0] ?? {}, heaviest = strength(some[0]), became_nan = 0, became_inf = 0;
     for (const change of some) {
       if (change.status !== status) status = [status, change.status].includes("unknown") ? "unknown" : "changed";
-      const heavy = weight(change);
+      const heavy = strength(change);
       if (heavier(heavy, heaviest) > 0) [strongest, heaviest] = [change, heavy];
       became_nan += change.became_nan ?? 0;
       became_inf += change.became_inf ?? 0;
@@ -195,9 +195,9 @@
   // As `as_json` of changes.py: a relative change of 0 says that a leaf changed in its bits or its dtype alone.
   const withoutZeros = (change) => Object.fromEntries(Object.entries(change).filter(([name, value]) => value
     || (name === "relative" && value === 0 && change.status === "changed")));
-  // Order changes as `weight` of changes.py does: a rank, and an amount within it.
+  // Order changes as `strength` of changes.py does: a rank, and an amount within it.
   const ranks = { same: 0, unknown: 1, changed: 2, added: 3 };
-  const weight = (change) => {
+  const strength = (change) => {
     if (!change) return [-1, 0];
     if (eformer.became(change)) return [6, eformer.became(change)];
     if (change.from_zero) return [5, 0];
