@@ -1,4 +1,4 @@
-"""Resume a run: agree on the steps that there are, and load the first one that is sound in every process."""
+"""Resume a run: agree on its steps, and load the first step that is sound in every process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Resumed:
 
     tree      the state
     step      how many steps are done
-    skipped   the steps that were skipped because they are damaged, and why
+    skipped   the damaged steps that were skipped, with the reasons
     report    the `LoadReport` of the step: the leaves that were loaded, kept and left out
     """
 
@@ -72,8 +72,14 @@ class _OwnSteps(msgspec.Struct):
 
 
 class AgreedSteps(msgspec.Struct):
-    """The answer: the steps that there are for all processes, those of the run that have the metric of a rule, the best
-    first, the epoch that begins, and those of the run before it."""
+    """The answer to all processes.
+
+    far      the steps of the run
+    near     the near steps that all processes hold
+    best     the steps of the run that have the metric of a rule, the best first
+    epoch    the id of the epoch that begins
+    before   the earlier epochs of the run
+    """
 
     far: list[int]
     near: list[NearStep]
@@ -83,12 +89,12 @@ class AgreedSteps(msgspec.Struct):
 
     @property
     def steps(self) -> list[NearStep]:
-        """All steps in the order of their numbers; of equal ones, that of the run itself is the last."""
+        """All steps in the order of their numbers; a step of the run comes after a near step of its number."""
         both = [*(NearStep(number) for number in self.far), *self.near]
         return sorted(both, key=lambda step: (step.number, not step.epoch))
 
     def to_try(self, step: int | str, rule: Keep | None, path: str) -> list[NearStep]:
-        """Return the steps to try: the wanted one first, or the best by a rule, then those that take its place if it is
+        """Return the steps to try: first the wanted step, or the best by a rule, then its replacements if it is
         damaged."""
         there = {place.number: place for place in self.steps}
         if rule is not None:
@@ -100,11 +106,11 @@ class AgreedSteps(msgspec.Struct):
         return [place for place in reversed(self.steps) if step == "newest" or place.number <= int(step)]
 
     def after(self, number: int, skipped: Collection[int] = ()) -> list[int]:
-        """Return the steps after this one, without those that were skipped."""
+        """Return the steps after step `number`, without the skipped steps."""
         return [step.number for step in self.steps if step.number > number and step.number not in skipped]
 
     def refuse_after(self, number: int, path: str, skipped: Mapping[int, str]) -> None:
-        """Raise ValueError if there are steps after this one."""
+        """Raise ValueError if the run has steps after step `number`."""
         if newer := self.after(number, skipped):
             damaged = "".join(f", and step {n} is damaged: {why}" for n, why in skipped.items())
             raise ValueError(
@@ -115,7 +121,7 @@ class AgreedSteps(msgspec.Struct):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """The processes of one job at a run. All of them make the same calls, and hear of an error in one of them."""
+    """The processes of one job at a run. All processes make the same calls, and an error in one reaches all."""
 
     path: str
     writer: Writer
@@ -123,11 +129,11 @@ class Job:
     timeout: float | None
 
     def agree(self, *, claims: bool, fresh: bool, rule: Keep | None = None) -> AgreedSteps:
-        """Agree on the steps that there are: those of the run that the first process sees, and the near ones that all
-        processes hold.
+        """Agree on the steps: the steps of the run that the first process lists, and the near steps that all processes
+        hold.
 
-        With `claims`, this job becomes the writer first. If it is the writer already, no other job may have become it
-        since. With a `rule`, rank the steps of the run by its metric.
+        With `claims`, this job becomes the writer first. A job that is the writer already raises SupersededError if
+        another job has taken over. With a `rule`, rank the steps of the run by its metric.
         """
         near = self.near
 
@@ -151,8 +157,8 @@ class Job:
         return json_decoder(AgreedSteps).decode(answered)
 
     def _ranked(self, there: Sequence[Step], rule: Keep) -> list[int]:
-        """Return the steps that have the metric of a rule, the best first. Those whose manifests cannot be read are
-        left out."""
+        """Return the steps that have the metric of a rule, the best first. Leave out steps with unreadable
+        manifests."""
         facts = []
         for step in there:
             try:
@@ -164,13 +170,13 @@ class Job:
     def load_first(
         self, places: Sequence[NearStep], request: Request, *, fallback: bool
     ) -> tuple[NearStep, LoadedTree, dict[int, str]]:
-        """Load the first of these steps that is sound in every process. Return it, and why others were skipped."""
+        """Load the first of these steps that is sound in every process. Return it, and the reasons of skipped steps."""
         skipped: dict[int, str] = {}
         for place in places:
             number = place.number
             try:
                 loaded, problem = self._load(place, request)
-                if loaded is None and fallback:  # a second look: a directory may be stale for a moment
+                if loaded is None and fallback:  # once more: a network file system may show an old directory
                     loaded, problem = self._load(place, request)
             except VersionError as error:
                 raise self._newer_version(number, error) from error
@@ -186,14 +192,14 @@ class Job:
         )
 
     def _load(self, place: NearStep, request: Request) -> tuple[LoadedTree | None, str]:
-        """Load a step in all processes. Return it, or why it is damaged in one of them."""
+        """Load a step in all processes. Return it, or the damage that one process has found."""
         loaded, error = None, None
         try:
             if place.epoch and self.near:
                 loaded = self.near.load(place, request)
             else:
                 loaded = load_tree([path_to_step(self.path, place.number)], request)
-        except Exception as raised:  # noqa: BLE001  the others have to hear of it
+        except Exception as raised:  # noqa: BLE001  the other processes wait to hear of it
             error = raised
         with meeting("runs", self.timeout) as hosts:
             outcome = hosts.meet(_outcome_of(error), _worst).decode()
@@ -209,18 +215,18 @@ class Job:
         return loaded, ""
 
     def _newer_version(self, number: int, error: VersionError) -> VersionError:
-        """Say that a newer eformer wrote a step, and how to go on from the one before. It is not damaged, so it is not
-        skipped."""
+        """Return the error for a step of a newer eformer, with the call that goes on from an earlier step. Such a step
+        is not damaged, so it is not skipped."""
         there = steps_if_there(self.path)
         is_newest = all(step.number <= number for step in there)
         message = f"{self.path}: {'the newest step' if is_newest else 'step'} {number} is of a newer version: {error}"
         before = (step.number for step in reversed(there) if step.number < number and not step.problem())
         if (sound := next(before, None)) is not None:
-            message += f"; the one before is {sound}, and resume(step={sound}, rewind=True) goes on from it"
+            message += f"; to go on from the step before, call resume(step={sound}, rewind=True)"
         return VersionError(message)
 
     def place(self, data: Any, place: NearStep, metadata: Mapping[str, Any]) -> None:
-        """Put the data to the position that they had. A near step has that of this process alone."""
+        """Set the data to the recorded position. A near step has the position of this process alone."""
         facts = facts_of_run(metadata)
         with meeting("runs", self.timeout) as hosts:
             if data is not None:
@@ -228,7 +234,7 @@ class Job:
                 set_position(data, facts, f"step {place.number} of {self.path}", index=index, count=number)
             elif facts.get("data"):
                 logger.warning(
-                    "%s: step %d has a position in the data, and resume was called without data=, so the data begin "
+                    "%s: step %d has a position in the data, but resume was called without data=, so the data begin "
                     "anew; pass resume(data=) to go on at that position",
                     self.path,
                     place.number,
@@ -236,7 +242,7 @@ class Job:
             hosts.meet(b"", lambda _: b"")
 
     def put_aside(self, why: Callable[[Step], str | None]) -> list[str]:
-        """Give steps other names, in the first process, before any process goes on. Return the names that they had."""
+        """Rename steps in the first process, before any process goes on. Return their old names."""
 
         def answer(_: Sequence[bytes]) -> bytes:
             return msgspec.json.encode(put_aside(self.path, why, self.writer.check))
@@ -258,13 +264,13 @@ def _require_alike(fresh: Sequence[bool]) -> None:
     if len(set(fresh)) > 1:
         named = few([f"process {index}" for index, is_fresh in enumerate(fresh) if is_fresh])
         raise ValueError(
-            f"Run(fresh=) differs between processes: it is True in {named}, and False in the others; pass "
-            "the same to all"
+            f"Run(fresh=) differs between processes: it is True in {named}, and False elsewhere; pass "
+            "the same value in all processes"
         )
 
 
 def _outcome_of(error: Exception | None) -> bytes:
-    """Describe the outcome of a load for the other processes."""
+    """Encode the outcome of a load for all processes."""
     if error is None:
         return b""
     is_unreadable = isinstance(error, OSError) and error.errno == errno.EIO
@@ -283,8 +289,8 @@ def _worst(outcomes: Sequence[bytes]) -> bytes:
 def reasons_to_put_aside(
     path: str, rewound: Collection[int], skipped: Collection[int]
 ) -> Callable[[Step], str | None]:
-    """Return a function that says why a step is put aside. A step that was hidden by another of its number, and so was
-    not looked at, is not called damaged."""
+    """Return a function that returns why a step is put aside. A step that another of the same number hides was not
+    read, so it is called rewound and not damaged."""
     examined = {step.name for step in steps_if_there(path)}
 
     def why(step: Step) -> str | None:

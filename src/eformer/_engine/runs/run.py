@@ -1,4 +1,4 @@
-"""A training run: save steps when it is time, keep those that the rules keep, resume from the newest sound one."""
+"""A training run: save steps by rule, remove steps that no rule keeps, resume from the newest sound step."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ class Run:
                     break
 
     every      when `after` saves: a number of steps, a timedelta, an `Every`, or several
-    keep       which steps stay: the number of the last ones, a `Keep`, or several; None deletes nothing
-    signals    signals at which the run saves and stops; None for SIGTERM where that works, () for none
+    keep       which steps stay: how many of the last steps, a `Keep`, or several; None deletes nothing
+    signals    signals at which the run saves and stops; None for SIGTERM where that works, () for no signal
     tolerate   how many saves in a row may fail before a call raises the error
-    on_saved   function that is called with each `Step` that is committed, in the thread of the save
+    on_saved   function that is called with each committed `Step`, in the thread of the save
     format     the format of the steps, see `save`
     options    the options of the saves: a `SaveOptions`, or a dict of its fields
     near       a `Near`: also save steps more often, in memory or on a local disk of each host. Each process saves its
@@ -73,9 +73,10 @@ class Run:
     fresh      start anew in a directory that has steps: the first save puts them aside under other names
                (`step-100.old`), and removes near steps. Not with `resume`
 
-    All processes of a job make the same calls. The directory is the truth: a step exists if it is there, whole. If it
-    has steps, call `resume` before the first save, or pass `fresh=True`; otherwise that save raises FileExistsError.
-    So does any start in a directory with checkpoints of another program that a run cannot resume from.
+    All processes of a job make the same calls. A step exists if it is whole in the directory; the run keeps no other
+    list. If the directory has steps, call `resume` before the first save, or pass `fresh=True`; otherwise that save
+    raises FileExistsError. So does a start in a directory of another program's checkpoints that a run cannot resume
+    from.
     """
 
     _seconds = staticmethod(time.monotonic)  # for rules by time; tests set another clock
@@ -116,7 +117,7 @@ class Run:
         self._progress = _Progress(self.path, has_rules=bool(self._every))
         # Without `close`, a collected run still warns of an unsaved end, and leaves signals to the program.
         self._at_end = weakref.finalize(self, _end, self._progress, self._signals)
-        self._now = steady_clock()  # for retention by time
+        self._now = steady_clock()  # for rules of retention by time
         self._told: set[str] = set()  # the warnings of retention that were logged
         try:
             self._signals.install()  # last: a run that could not be made handles no signals
@@ -131,7 +132,7 @@ class Run:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """The steps that are there, read from the directory each time."""
+        """The steps of the run, listed from the directory each time."""
         return steps_if_there(self.path)
 
     # -------------------------------------------------------------------------------------- resume
@@ -151,20 +152,20 @@ class Run:
     ) -> Resumed | None:
         """Load the newest step that is sound in every process; return None for a new run.
 
-        Wait for the save under way first. Steps that are damaged are skipped and put aside under other names; `skipped`
-        says why. A tree that does not fit is an error, and so is a run whose steps are all damaged: it never starts
+        Wait for the save under way first. Damaged steps are skipped and renamed; `skipped` has the reasons. Raise
+        MismatchError for a tree that does not fit, and CorruptionError if all steps are damaged: a run never starts
         afresh by itself. `fallback=False` raises for a damaged step instead of skipping it.
 
-        Near steps count as others do if all processes hold theirs; "best" does not look at them. Those after the step
-        that the run goes on from are removed.
+        A near step counts like a step of the run if all processes hold it, but not for "best". Near steps after the
+        step that the run goes on from are removed.
 
         like      a tree of arrays, `ShapeDtypeStruct`s or shardings, see `load`
         step      a number, or "best" for the best step by the rule of `keep` that names a metric
         into      like `like`, but modules in it are updated in place, see `load`
-        data      an iterator, which is put to the position that it had. If it is missing, and the step has a position,
-                  a warning is logged
+        data      an iterator, which is set to its recorded position. Without `data`, log a warning if the step has a
+                  position
         fallback  skip damaged steps
-        rewind    with an older `step`: put the newer ones aside; without it they are an error
+        rewind    with an older `step`: rename the newer steps; without `rewind`, newer steps are an error
         return_report
                   do not log the leaves that `partial` or `rename` kept or left out; `report` has them in any case
         arguments
@@ -178,8 +179,8 @@ class Run:
             like=like, into=into, timeout=self._options.timeout, timeout_of="SaveOptions", **arguments
         )
         rule = rule_of_best(self._keep or ()) if step == "best" else None
-        self._last.wait_before_next(self.path)  # it may be the newest step
-        wait_for_saves_below(self.path)  # of another Run of this program, which this one is about to end
+        self._last.wait_before_next(self.path)  # the save may write the newest step
+        wait_for_saves_below(self.path)  # of another Run of this program, which loses the run to this one
         agreed = self._job.agree(claims=True, fresh=self._is_fresh, rule=rule)
         if not agreed.steps:
             self._go_on(None, agreed)
@@ -207,11 +208,11 @@ class Run:
             raise ValueError(
                 f"Run(fresh=True) starts anew in {self.path}, and resume goes on from its steps: do one of the two. "
                 "Leave fresh=True out of a program that is started again after an interruption: each start would put "
-                "the steps of the one before aside"
+                "the steps of the previous start aside"
             )
 
     def _begin(self) -> None:
-        """Begin to save, if `resume` has not: put the steps aside that are there, or refuse to mix with them."""
+        """Begin to save without `resume`: put existing steps aside if `fresh`, otherwise refuse to mix with them."""
         if self._has_begun:
             return
         if not self._is_fresh:  # before the claim, which would end the job that writes the run
@@ -239,8 +240,8 @@ class Run:
             )
 
     def _go_on(self, step: int | None, agreed: AgreedSteps, skipped: Collection[int] = ()) -> None:
-        """Go on from a step, None from none: remove near steps, and put steps aside, that do not belong to the run any
-        more."""
+        """Go on from a step, or from zero for None. Remove near steps, and put aside steps, that the run has left
+        behind."""
         if self._near:
             self._near.begin(step or 0, agreed.epoch, agreed.before)
         rewound = [] if step is None else agreed.after(step, skipped)
@@ -263,19 +264,19 @@ class Run:
         metrics: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Pending | None:
-        """Save in the background if it is time: `step` steps are done. Return the save, or None; a near one is not
-        returned.
+        """Save in the background if a save is due: `step` steps are done. Return the save, or None if only a near step
+        or nothing was saved.
 
-        If the job was told to end, save, wait for that, and set `stopping`.
+        If the job was told to end, save, wait for the save, and set `stopping`.
 
         step       how many steps are done
-        tree       the state; or a function that returns it, which is called only if it is saved
+        tree       the state; or a function that returns it, which is called only if a save is due
         data       an iterator, whose position is saved with the state
-        metrics    numbers by name, which `Step.metrics` gives back; those on a device are fetched in the background
-        metadata   a dict of plain values, which `Step.metadata` gives back
+        metrics    numbers by name, as `Step.metrics` returns them; numbers on a device are copied in the background
+        metadata   a dict of plain values, as `Step.metadata` returns it
         """
         done = Done(checked_number(step), tree, data, metrics, metadata)
-        # Also if it is not saved: a loop that counts from zero is told at its first step.
+        # Before the rules: a loop that counts from zero gets the error at its first step, saved or not.
         self._refuse_earlier(done.step)
         self._progress.done = done.step
         why = self._why(done.step)
@@ -302,19 +303,20 @@ class Run:
         metrics: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Pending:
-        """Save this step in the background, whatever the rules say. A step that exists is replaced.
+        """Save this step in the background, due or not. Replace a step that exists.
 
         The arguments are those of `after`: `step`, `tree`, `data`, `metrics` and `metadata`.
         """
         return self._save(Done(checked_number(step), tree, data, metrics, metadata), "call")
 
     def request_save(self) -> None:
-        """Ask for a save at the next step, from any thread. With several processes: at the next step at which they
-        meet."""
+        """Ask for a save at the next step, or with several processes at their next meeting. Call it from any
+        thread."""
         self._is_asked = True
 
     def should_stop(self) -> bool:
-        """Tell whether to stop, in loops without steps such as evaluation. The next `after` then saves."""
+        """Tell whether the job was told to end, in a loop without steps, such as an evaluation. The next `after` then
+        saves."""
         self._is_told = self._signals.reached() or self._is_told
         return self._is_told
 
@@ -365,8 +367,7 @@ class Run:
         self.step = done.step
 
     def _refuse_earlier(self, step: int) -> None:
-        """Refuse a step before the one that the run goes on from: the loop counts from zero, and would replace the old
-        steps one by one."""
+        """Refuse a step before the resumed step: the loop counts from zero, and would replace old steps one by one."""
         if self._resumed_from is not None and step < self._resumed_from:
             raise ValueError(
                 f"{self.path}: step {step} is before step {self._resumed_from}, which this run goes on from. Count on "
@@ -374,8 +375,8 @@ class Run:
             )
 
     def _save_options(self, store: Store, last: tuple[int, str] | None) -> SaveOptions:
-        """Use unchanged leaves of the last step again, where that is possible. The first step already puts leaves that
-        are likely to change together into files of their own."""
+        """Reuse unchanged leaves of the last step where possible. The first step already writes leaves that are likely
+        to change together into files of their own."""
         options = self._options
         can_reuse = not (options.ocdbt or options.compression) and jax.process_count() == 1
         if options.reuse is not True and (options.reuse is not None or not can_reuse):
@@ -390,7 +391,7 @@ class Run:
             try:
                 then(step)
             except Exception:
-                logger.exception("%s: step %d is saved, but what comes after it failed", self.path, step)
+                logger.exception("%s: step %d is saved, but retention or on_saved failed", self.path, step)
 
     def _remove_others(self, step: int) -> None:
         if self._keep is not None:
@@ -405,7 +406,7 @@ class Run:
     # ------------------------------------------------------------------------------------- context
 
     def close(self) -> None:
-        """Wait for the save under way, and handle signals no longer. `with` does so at its end."""
+        """Wait for the save under way, and stop to handle signals, as at the end of `with`."""
         self.__exit__(None, None)
 
     def __enter__(self) -> Self:
@@ -421,13 +422,13 @@ class Run:
             else:
                 self._last.log_failure()
         finally:
-            self._at_end.detach()  # the end is told once
+            self._at_end.detach()  # warn of an unsaved end once
             self._signals.close()
 
 
 @dataclasses.dataclass(slots=True)
 class _Progress:
-    """The last step that is done, and the last one that is saved in the run itself, not in its near tier."""
+    """The last step that is done, and the last step that is saved in the run itself, not in its near tier."""
 
     path: str
     has_rules: bool
