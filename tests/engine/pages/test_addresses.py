@@ -240,7 +240,7 @@ NO_PAGES = (
 def test_an_address_that_is_no_page_is_not_found(run):
     pages = Pages(str(run))
     for path in NO_PAGES:
-        with pytest.raises(RefusedError, match="there is no such page") as caught:
+        with pytest.raises(RefusedError, match="this page does not exist") as caught:
             pages(HttpRequest(tuple(path.split("/"))))
         assert caught.value.status == 404
 

@@ -1,8 +1,8 @@
-"""Answer the requests of the pages: which page, and which facts, belong to which address.
+"""Answer the requests of the pages: an address stands for a page, or for the facts that a page asks for.
 
 /                         the run, or the checkpoint
 /run.json                 the steps of the run, as they are now
-/step/100/                one step, with ?against=50 beside another; below it, and below / for a checkpoint alone:
+/step/100/                one step; ?against=50 compares it. Below it, and below / for a checkpoint alone:
     summary.json   columns.json   changes.json   leaf.json?path=
 /report.css /run.js /checkpoint.js
 """
@@ -45,7 +45,7 @@ class Pages:
         self._run = LiveRun(path, rules) if _is_run(path) else None
         self._checkpoints = Checkpoints()
         if self._run is None:
-            find(self.path)  # which raises, if there is no checkpoint
+            find(self.path)  # raises NotFoundError for a path without a checkpoint
 
     def close(self) -> None:
         """Stop following the run."""
@@ -57,7 +57,7 @@ class Pages:
         return printable(str(self.path).rstrip("/").rpartition("/")[2] or str(self.path))
 
     def __call__(self, request: HttpRequest) -> Answer:
-        """Answer one request. What cannot be read is an answer, too."""
+        """Answer one request. Also answer errors of reading, with their texts."""
         try:
             return self._answer(request)
         except NotFoundError as error:
@@ -66,7 +66,7 @@ class Pages:
             return as_error(422, self._relative(error))
 
     def _relative(self, error: Exception) -> str:
-        """Return the text of an error with paths as seen from the run, whose own path is on the page anyway."""
+        """Return the text of an error with paths relative to the run, whose own path is on the page."""
         return printable(str(error)).replace(f"{store_at(self.path).url}/", "")
 
     def _answer(self, request: HttpRequest) -> Answer:
@@ -88,7 +88,7 @@ class Pages:
                 return self._facts(name, request, int(number))
             case (name,) if not self._run and name in _QUESTIONS:
                 return self._facts(name, request, None)
-        raise RefusedError(404, "there is no such page")
+        raise RefusedError(404, "this page does not exist")
 
     def _news(self, run: LiveRun, known: str) -> Answer:
         news = run.news()
@@ -109,7 +109,7 @@ class Pages:
         return found if isinstance(found, Answer) else as_json(found)
 
     def _about_run(self, run: LiveRun, number: int, other: int | None) -> dict[str, Any]:
-        """Return what the page of a step shows of its run: a way back, and the steps that it can be compared with."""
+        """Return the facts of the run on the page of a step: a link back, and the steps to compare with."""
         steps = [step.number for step in run.news().steps if step.number != number]
         return {"title": self.title, "href": "../../", "steps": steps[::-1], "against": other}
 
@@ -118,7 +118,7 @@ class Pages:
         if not (text := request.parameters.get("against", "")):
             return None
         if not self._run or not _is_number(text):
-            raise RefusedError(404, "there is no such step to compare with")
+            raise RefusedError(404, "the run has no such step to compare with")
         return int(text)
 
     def _places(self, number: int | None, other: int | None) -> tuple[Place, Place | None]:
@@ -131,13 +131,13 @@ class Pages:
         try:
             return str(self.path), require_identity(store, name)
         except FileNotFoundError:
-            found = find(self.path)  # a path that is only the beginning of the names of files
+            found = find(self.path)  # a path such as model, of files model-00001-of-00002.safetensors
             return found.path, found.manifest.digest
 
 
 def _is_run(path: str) -> bool:
-    """Tell whether there are steps at a path, or will be: a directory that is empty, or has been claimed by a job and
-    holds nothing else, is a run that has not begun."""
+    """Tell whether a path is a run: a directory with steps, an empty directory, or a directory with `run.json` alone,
+    whose job has not saved yet."""
     store = store_at(path)
     if is_checkpoint(store):
         return False
@@ -160,7 +160,7 @@ _QUESTIONS: dict[str, Question] = {
 
 
 def _shell(kind: str, title: str, up: str) -> Answer:
-    """Return a page without data: its scripts ask for them."""
+    """Return a page without data, for which its scripts ask."""
     text = asset("live.html").format(kind=kind, title=html.escape(title), up=up)
     return Answer(text.encode(), "text/html")
 

@@ -1,4 +1,4 @@
-"""Compare a checkpoint with another: leaves added, removed and changed, and how the change spreads over the layers."""
+"""Compare two checkpoints: leaves added, removed and changed, and the spread of the change over the layers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _NUMBER = re.compile(r"(?<!\d)\d{1,9}(?!\d)")
 
 @dataclass(frozen=True, slots=True)
 class LeafChange:
-    """Describe how a leaf differs from that of the other checkpoint.
+    """Describe how a leaf differs from its counterpart in the older checkpoint.
 
-    status      "same", "changed", "added", or "unknown" if only its values could tell, and they were not read
+    status      "same", "changed", "added", or "unknown" if only unread values could tell
     what        both dtypes and shapes, or values, if these differ
-    relative    the norm of the difference, divided by the norm of the other; infinity if that is zero
+    relative    the norm of the difference, divided by the norm of the older leaf; infinity if that norm is zero
     largest     the largest absolute difference of finite elements
-    share       the part of the elements that differ
-    unlike      elements of which one is NaN or infinite and the other is not the same; they are not in the norms
+    share       the share of the elements that differ
+    unlike      differing elements that are NaN or infinite on one side; they are not in the norms
     became_nan  elements that were finite, and now are NaN
     became_inf  elements that were finite, and now are infinite
     """
@@ -60,7 +60,7 @@ class LeafChange:
 
 
 def _json(value: Any) -> Any:
-    """Round a number for JSON, which has none that is not finite."""
+    """Round a number for JSON, which has no NaN and no infinity."""
     if not isinstance(value, float):
         return value
     return rounded(value, 4) if math.isfinite(value) else None
@@ -75,8 +75,8 @@ SAME = LeafChange("same", relative=0.0, largest=0.0, share=0.0)
 
 
 def recorded_change(contents: PageContents, after: Leaf, other: PageContents) -> LeafChange | None:
-    """Return how a leaf differs from that of the other checkpoint, as far as the records tell; None if its values have
-    to be compared.
+    """Return how a leaf differs from its counterpart in `other`, as far as the records tell; None if the values must
+    be compared.
 
     Leaves with the same digests are equal, and none of their bytes have to be read to know it.
     """
@@ -95,7 +95,7 @@ def recorded_change(contents: PageContents, after: Leaf, other: PageContents) ->
 
 
 def measured_change(after: Leaf, before: Leaf, found: Comparison) -> LeafChange:
-    """Return how a leaf differs, by the comparison of its elements."""
+    """Return how a leaf differs, given the comparison of its elements."""
     has_dtype = after.dtype == before.dtype
     if has_dtype and not found.differing:
         return SAME
@@ -191,7 +191,7 @@ def heatmaps(leaves: Sequence[Leaf], found: Mapping[str, LeafChange]) -> list[di
     )
 
 
-# Parts of names in which optimizers keep their state, which changes much more than what it belongs to.
+# Parts of names of optimizer state, which changes much more than the model.
 _OPTIMIZERS = frozenset({"opt_state", "optimizer", "optim", "opt", "mu", "nu", "exp_avg", "exp_avg_sq"})
 
 
@@ -228,7 +228,7 @@ def _heatmap(
 
 
 def _cell(change: LeafChange) -> list[Any]:
-    """Return the relative change; null and the reason if that does not describe it, and 1 if it became NaN or Inf."""
+    """Return the relative change; or null and a text if no number describes it, and 1 if it became NaN or Inf."""
     if change.became:
         return [None, became_text(change.became_nan, change.became_inf), 1]
     if change.relative is None or not math.isfinite(change.relative):
@@ -239,7 +239,7 @@ def _cell(change: LeafChange) -> list[Any]:
 
 
 def _layer_positions(paths: Sequence[str]) -> dict[str, int]:
-    """Find the part of each path that numbers a layer: the one with the most different numbers beside it."""
+    """Find the part of each path that numbers a layer: the part with the most different numbers in its place."""
     numbers: dict[tuple[str, ...], set[str]] = defaultdict(set)
     candidates: dict[str, list[tuple[int, tuple[str, ...]]]] = {}
     for path in paths:

@@ -1,7 +1,7 @@
-"""Follow a run while it trains: its steps, as they are now, for pages that ask again and again.
+"""Follow a run while it trains, and list its present steps for pages that poll.
 
-A thread looks at the run for as long as somebody asks. A step is read when it is new or another one than before, the
-newest first; a few of the others are read again at every look, because a file may be damaged at any time.
+A thread looks at the run as long as a page polls. It reads new and replaced steps, the newest first, and at every look
+reads a few known steps again, because a file may be damaged at any time.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ logger = logging.getLogger("eformer.serve")
 
 Json = dict[str, Any]
 
-_SECONDS_BETWEEN = 1.0  # two looks at a directory
-_SECONDS_BETWEEN_FAR = 10.0  # two looks at a bucket, which cost money
-_SECONDS_UNASKED = 30.0  # after which the thread ends
+_SECONDS_BETWEEN = 1.0  # between two looks at a directory
+_SECONDS_BETWEEN_FAR = 10.0  # between two looks at a bucket: requests cost money
+_SECONDS_UNASKED = 30.0  # the thread ends if no page polls for so long
 _SECONDS_BETWEEN_NEWS = 0.3  # while many steps are read
-_READ_AGAIN = 20  # steps at every look
-_PATIENCE = 0.5  # seconds that whoever asks waits for the first look to be complete
+_READ_AGAIN = 20  # known steps that each look reads again
+_PATIENCE = 0.5  # seconds that a poll waits for the first look to be complete
 _REST = 10  # times as long as a look takes: a run of thousands of steps must not slow down the training
 
 
 class LiveRun:
-    """The steps of a run, followed by a thread while somebody asks for them."""
+    """The steps of a run, followed by a thread while a page polls."""
 
     def __init__(self, path: str, rules: Sequence[Keep] = ()) -> None:
         self.path, self.store, self.rules = path, store_at(path), rules
@@ -62,7 +62,7 @@ class LiveRun:
         self._closed.set()
 
     def news(self) -> News:
-        """Return the steps as they are known now. Only the first calls wait, for the first look."""
+        """Return the steps that are known now. Only calls before the end of the first look wait for it."""
         with self._changed:
             self._asked = time.monotonic()
             if self._follower is None:
@@ -72,8 +72,7 @@ class LiveRun:
             return self._news
 
     def place(self, number: int) -> tuple[str, Hashable]:
-        """Return the path of a step and what tells it from another of the same number. Raise NotFoundError if it is not
-        there any more."""
+        """Return the path and the identity of a step. Raise NotFoundError if the run no longer has it."""
         known = next((step.name for step in self._news.steps if step.number == number), None)
         name = known or name_of_step(self.store, number)
         try:
@@ -114,7 +113,7 @@ class LiveRun:
         self._tell(is_complete=True)
 
     def _merged(self, there: Mapping[str, Step]) -> dict[str, SeenStep]:
-        """Return the steps that are there: as they were read before, unless they are others now."""
+        """Return the listed steps with the facts that were read before; without facts for new and replaced steps."""
         before = {(step.name, step.identity): step for step in self._news.steps}
         found = {}
         for name, step in there.items():
@@ -133,7 +132,7 @@ class LiveRun:
         self._tell(steps=tuple(seen.values()), **self._retention(seen.values()))
 
     def _to_read(self, seen: Mapping[str, SeenStep]) -> list[str]:
-        """List the steps that were never read, the newest first, and a few others, in turn."""
+        """List the unread steps, the newest first, and a few known steps, in turn."""
         names = [*seen]
         start = self._again % max(1, len(names))
         again = [name for name in (names[start:] + names[:start])[:_READ_AGAIN] if seen[name].is_read]
@@ -165,7 +164,7 @@ class LiveRun:
 
 
 def require_identity(store: Store, name: str) -> Hashable:
-    """Return what tells a checkpoint from another of the same name. Raise FileNotFoundError if it is not there."""
+    """Return the identity of a checkpoint. Raise FileNotFoundError if it is gone."""
     found = checkpoints.identity_of(store, name)
     if not found:
         raise FileNotFoundError(name)

@@ -1,4 +1,4 @@
-"""Report on a checkpoint, beside another one if there is one, or on a run."""
+"""Report on a checkpoint, alone or compared with another, or on a run."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Report:
-    """A report as one HTML page, which needs no network. Shown inline in notebooks.
+    """A report as one HTML page, which needs no network. Notebooks show it inline.
 
     path   the checkpoint or the run that it describes
-    data   what it shows, as JSON
+    data   its facts, as JSON
     html   the page
     """
 
@@ -54,7 +54,7 @@ class Report:
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> str:
         """Write the page to a file, which appears whole or not at all; return its path.
 
-        A report that is there is replaced; any other file only with `overwrite`.
+        An existing report is replaced; any other file only with `overwrite`.
         """
         if not overwrite:
             check_report_path(path)
@@ -63,7 +63,7 @@ class Report:
         return os.fspath(path)
 
     def _repr_html_(self) -> str:
-        """Show the page in a frame that may run its own script, and nothing else."""
+        """Return the page in a frame that may run its own script, and nothing else."""
         source = html.escape(self.html, quote=True)
         return (
             f'<iframe sandbox="allow-scripts" srcdoc="{source}" title="eformer report" '
@@ -72,7 +72,7 @@ class Report:
 
 
 def check_report_path(path: str | os.PathLike[str]) -> None:
-    """Raise FileExistsError unless there is nothing, or a report."""
+    """Raise FileExistsError unless `path` is free, or a report."""
     file = local_path(path)
     if file.exists() and not _is_report(file):
         what = "is a directory" if file.is_dir() else "exists and is not a report"
@@ -80,7 +80,7 @@ def check_report_path(path: str | os.PathLike[str]) -> None:
 
 
 def _is_report(path: Path) -> bool:
-    if not path.is_file():  # a directory, or a pipe, which would be waited for
+    if not path.is_file():  # a directory, or a pipe, whose reads would wait
         return False
     with path.open("rb") as file:
         return MARK in file.read(4096)
@@ -100,12 +100,12 @@ def report(
 ) -> Report:
     """Report on the checkpoint at `path`: its tree, sizes, dtypes, shardings, and the distribution of every leaf.
 
-    The path of a run gives a report on the run: its steps, sizes and metrics, what is damaged, and how much each step
-    changed the model.
+    The path of a run gives a report on the run: its steps, sizes, metrics and damage, and how much each step changed
+    the model.
 
-    against    another checkpoint, such as an earlier step: leaves added and removed, and how much the others changed
+    against    another checkpoint, such as an earlier step: leaves added, removed and changed, and by how much
     values     False reads headers only: no statistics, and nothing is checked
-    prefix     report on this tree alone, if there are several
+    prefix     report on this tree alone, of several
     step       report on this step of the run at `path`
     keep       rules as for `Run`: a report on a run shows which steps they keep
     memory     the most bytes that the program takes; None for 1 GB more than it takes now
@@ -134,7 +134,7 @@ def report(
 
 
 def damage_in(report: Report) -> str:
-    """Say what a report shows as damaged: how much, and the first of it. Empty if nothing is."""
+    """Return the damage in a report as text: the number of damaged arrays or steps, and the first. Empty if none."""
     if report.data["kind"] == "run":
         steps = [
             f"{step['name']}: {step['problem']}" for step in report.data["run"]["steps"] if step["problem"]
@@ -146,7 +146,7 @@ def damage_in(report: Report) -> str:
 
 
 def became_in(report: Report) -> str:
-    """Name the leaves, or the steps of a run, that became NaN or infinite. Empty if none did."""
+    """Return the leaves, or the steps of a run, that became NaN or infinite, as text. Empty if none did."""
     if report.data["kind"] == "run":
         return few(alarms(report.data["run"]["steps"]))
     against = report.data.get("against")
@@ -176,8 +176,8 @@ def _checkpoint_report(
 def changes_of(
     contents: PageContents, other: PageContents | None, measured: dict[str, Measured]
 ) -> dict[str, LeafChange]:
-    """Return how each leaf differs from that of the other checkpoint, if there is one: as measured, or as far as the
-    records tell."""
+    """Return how each leaf differs from its counterpart, as measured, or as far as the records tell. Empty without
+    another checkpoint."""
     found: dict[str, LeafChange] = {}
     if other is None:
         return found
@@ -189,13 +189,13 @@ def changes_of(
 
 
 def made() -> dict[str, str]:
-    """Say who makes the report, and when."""
+    """Return the program and the time of the report."""
     now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
     return {"made_by": f"eformer {__version__}", "made_at": now}
 
 
 def verification(contents: PageContents, measured: dict[str, Measured], *, values: bool) -> dict[str, Any]:
-    """Say what was checked while the report was made."""
+    """Describe the checks that the report has made."""
     damaged = [path for path, found in measured.items() if found.is_damaged]
     unread = sum(found.problem is not None and not found.is_damaged for found in measured.values())
     if not values:
@@ -204,9 +204,13 @@ def verification(contents: PageContents, measured: dict[str, Measured], *, value
         text = f"{count(len(damaged), 'damaged array')}: see the rows in red."
         return {"state": "damaged", "text": text, "damaged": damaged[:100]}
     if contents.problems:
-        return {"state": "damaged", "text": "A part of the checkpoint cannot be read.", "damaged": []}
+        return {
+            "state": "damaged",
+            "text": "A tree of the checkpoint cannot be read as a whole.",
+            "damaged": [],
+        }
     if unread:
-        text = f"{count(unread, 'array')} could not be read within the memory that was allowed."
+        text = f"{count(unread, 'array')} could not be read within the allowed memory."
         return {"state": "partly", "text": text}
     if contents.trees and all(tree.has_digests for tree in contents.trees.values()):
         return {"state": "verified", "text": "Every byte of every array was read and matches its digest."}
@@ -217,7 +221,7 @@ def verification(contents: PageContents, measured: dict[str, Measured], *, value
 
 
 def health(measured: dict[str, Measured]) -> dict[str, int]:
-    """Count the arrays that have NaN or infinite elements, and those that are zero throughout."""
+    """Count the arrays with NaN elements, with infinite elements, and with zeros alone."""
     found = [one.statistics for one in measured.values() if one.statistics]
     return {
         "nan": sum(one.nans > 0 for one in found),

@@ -1,5 +1,5 @@
-"""Tell how a run went: its steps in time, sizes, metrics, what rules keep, what is damaged, and how much each step has
-changed the model."""
+"""Describe a run: its steps in time, with sizes, metrics, damage, the rules that keep them, and the change of the
+model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _MOST_ALARMS = 20  # notes
 
 @dataclass(frozen=True, slots=True)
 class SeenStep:
-    """A step as it was seen last. Everything but its number is unknown until it is read."""
+    """A step as it was last seen. Only its number, name and identity are known until it is read."""
 
     number: int
     name: str
@@ -65,7 +65,7 @@ class SeenStep:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """The steps of a run at one moment. `version` is another for every change."""
+    """The steps of a run at one moment. Every change has a new `version`."""
 
     version: int = 0
     steps: tuple[SeenStep, ...] = ()
@@ -76,7 +76,7 @@ class News:
     is_complete: bool = False
 
     def as_json(self, url: str, rules: Sequence[Keep]) -> Json:
-        """Describe the run at `url`, to which these rules apply, as `source.run()` of a page returns it."""
+        """Describe the run at `url` under these rules, as `source.run()` of a page returns it."""
         return {
             "title": printable(url.rstrip("/").rpartition("/")[2] or url),
             "path": printable(url),
@@ -115,7 +115,7 @@ class News:
 
 
 def read_step(step: Step, seen: SeenStep) -> SeenStep:
-    """Read what a page shows of a step."""
+    """Read the facts that a page shows of a step."""
     try:
         if problem := step.problem():
             return replace(seen, is_read=True, problem=problem, metrics={}, reason="", saved_at=None)
@@ -170,7 +170,7 @@ def run_facts(
     memory: int | None = None,
     progress: Progress = None,
 ) -> Json:
-    """Describe a run: what `source.run()` of a page returns.
+    """Describe a run, as `source.run()` of a page returns it.
 
     With `values`, consecutive steps are compared, the newest first, until `MOST_READ` bytes were read.
     """
@@ -186,13 +186,13 @@ def run_facts(
     unread = len(sound) - 1 - len(changes)
     if values and unread > 0:
         notes.append(
-            f"{count(unread, 'step')} not compared with the one before: that would read more than {size(MOST_READ)}"
+            f"{count(unread, 'step')} not compared with the step before: that would read more than {size(MOST_READ)}"
         )
     return facts | {"has_values": values, "notes": notes}
 
 
 def alarms(shown: Sequence[Json]) -> list[str]:
-    """Name the steps in which leaves became NaN or infinite; else the last step, if it has such arrays."""
+    """Return notes on the steps in which leaves became NaN or infinite; or on the last step, if it has such arrays."""
     compared = [step for step in shown if step["change"] and "became" in step["change"]]
     became = [
         f"{step['name']}: {count(step['change']['became'], 'leaf', 'leaves')} became NaN or Inf"
@@ -208,7 +208,7 @@ def alarms(shown: Sequence[Json]) -> list[str]:
 
 
 def rule_text(rule: Keep) -> str:
-    """Say what a rule keeps, in a few words."""
+    """Describe the steps that a rule keeps, in a few words."""
     parts = []
     if rule.every is not None:
         parts.append(f"every {rule.every}")
@@ -217,7 +217,7 @@ def rule_text(rule: Keep) -> str:
     if rule.best is not None:
         parts.append(f"the best {rule.best} by {rule.by} ({rule.mode})")
     if rule.hours is not None:
-        parts.append(f"those of the last {rule.hours:g} hours")
+        parts.append(f"the last {rule.hours:g} hours")
     if rule.at:
         parts.append(f"{', '.join(map(str, rule.at))}")
     if rule.foreign:
@@ -256,7 +256,7 @@ def _add_reasons(
 
 
 def _changes(sound: Sequence[Step], memory: int | None, progress: Progress) -> Iterator[tuple[int, Json]]:
-    """Yield the norm of the change of each step since the one before, the newest first."""
+    """Yield the norm of the change of each step since the step before, the newest first."""
     pairs = list(zip(sound[1:], sound[:-1], strict=True))[::-1]
     if not pairs:
         return
@@ -286,12 +286,12 @@ def _change(
 ) -> tuple[Json, int]:
     """Return the norm of the difference of all arrays outside of optimizers, and how many bytes were read for it.
 
-    became    the number of leaves that have elements that were finite in the older step, and no longer are; also in
+    became    the number of leaves with elements that were finite in the older step, and no longer are; also in
               optimizers, which NaN often reaches first
     special   the number of leaves of the newer step that have NaN or infinite elements
 
-    `known` has the norms of leaves of the newer step; the leaves of the older step take their place. Leaves that the
-    records say are the same are read at most once in the whole run.
+    `known` has the comparisons of leaves of the newer step; the leaves of the older step replace them. A leaf that is
+    the same by the records is read at most once in the whole run.
     """
     norm = before = 0.0
     nbytes = became = special = 0
@@ -316,7 +316,7 @@ def _change(
 
 
 def _common_leaves(new: PageContents, old: PageContents) -> Iterator[tuple[Leaf, Leaf]]:
-    """Yield the plain values, and the arrays in one shape, that both steps have."""
+    """Yield the plain values that both steps have, and the arrays that both have in one shape."""
     for leaf in new.leaves:
         other = old.counterpart(leaf, new)
         if other is None or (leaf.entry is None) != (other.entry is None):
@@ -327,7 +327,7 @@ def _common_leaves(new: PageContents, old: PageContents) -> Iterator[tuple[Leaf,
 
 
 def _change_facts(norm: float, before: float) -> Json:
-    """Return the norm of a change as JSON, and that norm relative to the norm before; null if that is zero."""
+    """Return the norm of a change as JSON, and relative to the norm before; null if the norm before is zero."""
     relative = norm / before if before else math.inf
     return {
         "norm": rounded(norm, 4) if math.isfinite(norm) else None,
