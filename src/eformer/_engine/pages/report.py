@@ -75,8 +75,8 @@ def check_report_path(path: str | os.PathLike[str]) -> None:
     """Raise FileExistsError unless `path` is free, or a report."""
     file = local_path(path)
     if file.exists() and not _is_report(file):
-        what = "is a directory" if file.is_dir() else "exists and is not a report"
-        raise FileExistsError(f"{os.fspath(path)} {what}; choose another name")
+        state = "is a directory" if file.is_dir() else "exists and is not a report"
+        raise FileExistsError(f"{os.fspath(path)} {state}; choose another name")
 
 
 def _is_report(path: Path) -> bool:

@@ -104,7 +104,7 @@ def score(path: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -
         both = {**(found.scores_in(data) if data else {}), **numbers}
         finite = {
             name: value for name, value in both.items() if math.isfinite(value)
-        }  # no rule counts others
+        }  # rules ignore NaN and infinity
         return msgspec.json.encode(Scores(found_of(found).manifest.digest, finite))
 
     update_file(store, score_name(found.name), added)

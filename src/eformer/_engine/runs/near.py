@@ -258,7 +258,7 @@ class NearTier:
     def _carry_out(self, save: Save) -> None:
         """Remove all but the last whole steps, then write the new step."""
         try:
-            # Computed arrays prove that the other processes have finished the last step but one.
+            # Computed arrays prove that every process has finished the last step but one.
             for array in (array for source in save.sources for _, array in source.parts):
                 if isinstance(array, jax.Array):
                     array.block_until_ready()

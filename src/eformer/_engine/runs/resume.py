@@ -199,7 +199,7 @@ class Job:
                 loaded = self.near.load(place, request)
             else:
                 loaded = load_tree([path_to_step(self.path, place.number)], request)
-        except Exception as raised:  # noqa: BLE001  the other processes wait to hear of it
+        except Exception as raised:  # noqa: BLE001  all processes wait to hear of it
             error = raised
         with meeting("runs", self.timeout) as hosts:
             outcome = hosts.meet(_outcome_of(error), _worst).decode()
