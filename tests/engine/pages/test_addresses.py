@@ -183,9 +183,9 @@ def test_a_leaf_with_a_flipped_bit_is_damaged_and_so_says_every_page_from_then_o
     assert "params.w" in problem
 
 
-def test_nobody_reads_on_for_a_client_that_has_gone(run):
+def test_a_read_stops_when_its_client_has_gone(run):
     pages = Pages(str(run))
-    with pytest.raises(RefusedError, match="nobody waits"):
+    with pytest.raises(RefusedError, match="no longer waits"):
         pages(HttpRequest(("step", "1", "leaf.json"), {"path": "params.w"}, has_gone=lambda: True))
     assert ask(pages, "step/1/leaf.json", path="params.w")[1]["checked"] is True
 
@@ -195,7 +195,7 @@ def test_a_leaf_that_waits_for_others_to_be_read_gives_up_when_its_client_goes(r
     pages = Pages(str(run))
     for _ in range(checkpoints.MOST_READERS):
         pages._checkpoints._readers.acquire()
-    with pytest.raises(RefusedError, match="nobody waits"):
+    with pytest.raises(RefusedError, match="no longer waits"):
         pages(HttpRequest(("step", "1", "leaf.json"), {"path": "params.w"}, has_gone=lambda: True))
 
 

@@ -548,7 +548,7 @@ def test_a_step_with_a_position_that_is_resumed_without_data_is_loaded_with_a_wa
     with Run(tmp_path) as run:
         assert run.resume(like=fresh()).step == 20
     (said,) = caplog.messages
-    assert "step 20 has a position in the data, and resume was called without data=" in said
+    assert "step 20 has a position in the data, but resume was called without data=" in said
     assert said.endswith("pass resume(data=) to go on at that position")
 
 
