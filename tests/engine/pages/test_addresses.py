@@ -205,7 +205,7 @@ def test_only_a_few_checkpoints_stay_open(tmp_path, monkeypatch):
     pages = Pages(str(tmp_path / "run"))
     for number in range(1, 6):
         assert ask(pages, f"step/{number}/summary.json")[0] == 200
-    paths = [path for (path, _), _ in pages._checkpoints._places]
+    paths = [path for (path, _), _ in pages._checkpoints._open]
     assert [path.rpartition("-")[2] for path in paths] == ["4", "5"]
 
 
@@ -366,4 +366,4 @@ def test_a_comparison_counts_as_two_checkpoints_that_are_open(run, monkeypatch):
     pages = Pages(str(run))
     ask(pages, "step/1/summary.json")
     ask(pages, "step/3/summary.json", against="1")
-    assert len(pages._checkpoints._places) == 1
+    assert len(pages._checkpoints._open) == 1

@@ -29,7 +29,7 @@ from eformer.errors import EformerError, NotFoundError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from eformer._engine.pages.checkpoints import Place
+    from eformer._engine.pages.checkpoints import Located
     from eformer._engine.record.policies import Keep
 
 Question = Callable[[OpenCheckpoint, HttpRequest], Any]
@@ -82,7 +82,7 @@ class Pages:
             case ("step", number) if self._run and _is_number(number):
                 return WITH_SLASH
             case ("step", number, "") if self._run and _is_number(number):
-                self._place(int(number))
+                self._locate(int(number))
                 return _shell("checkpoint", f"step {int(number)} · {self.title}", "../../")
             case ("step", number, name) if self._run and _is_number(number) and name in _QUESTIONS:
                 return self._facts(name, request, int(number))
@@ -99,12 +99,12 @@ class Pages:
 
     def _facts(self, name: str, request: HttpRequest, number: int | None) -> Answer:
         other = self._other(request)
-        places = self._places(number, other)
-        with self._checkpoints.opened(*places) as checkpoint:
+        both = self._both(number, other)
+        with self._checkpoints.opened(*both) as checkpoint:
             found = _QUESTIONS[name](checkpoint, request)
             if name == "summary.json" and self._run and number is not None:
                 found["run"] = self._about_run(self._run, number, other)
-        if isinstance(found, dict) and found.get("damaged") and self._places(number, other) != places:
+        if isinstance(found, dict) and found.get("damaged") and self._both(number, other) != both:
             raise NotFoundError("this checkpoint was replaced while it was read; open the page again")
         return found if isinstance(found, Answer) else as_json(found)
 
@@ -121,12 +121,12 @@ class Pages:
             raise RefusedError(404, "the run has no such step to compare with")
         return int(text)
 
-    def _places(self, number: int | None, other: int | None) -> tuple[Place, Place | None]:
-        return self._place(number), None if other is None else self._place(other)
+    def _both(self, number: int | None, other: int | None) -> tuple[Located, Located | None]:
+        return self._locate(number), None if other is None else self._locate(other)
 
-    def _place(self, number: int | None = None) -> Place:
+    def _locate(self, number: int | None = None) -> Located:
         if self._run and number is not None:
-            return self._run.place(number)
+            return self._run.locate(number)
         store, name = store_at(self.path).parent()
         try:
             return str(self.path), require_identity(store, name)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from eformer._engine.pages.requests import Answer
 
 Json = dict[str, Any]
-Place = tuple[str, "Hashable"]  # a path, and the identity of the checkpoint at it
+Located = tuple[str, "Hashable"]  # a path, and the identity of the checkpoint at it
 
 MOST_OPEN = 3  # checkpoints; a tree keeps up to 256 files open, and programs may have 1024
 MOST_LEAVES = 300_000  # of all open checkpoints together; a single one may have more
@@ -138,22 +138,22 @@ class Checkpoints:
     """The open checkpoints. The least recently used checkpoint is closed first."""
 
     def __init__(self) -> None:
-        self._places: OrderedDict[tuple[Place, Place | None], _Lent] = OrderedDict()
+        self._open: OrderedDict[tuple[Located, Located | None], _Lent] = OrderedDict()
         self._lock = threading.Lock()
         self._readers = threading.BoundedSemaphore(MOST_READERS)
 
     @contextmanager
-    def opened(self, place: Place, against: Place | None = None) -> Iterator[OpenCheckpoint]:
+    def opened(self, located: Located, against: Located | None = None) -> Iterator[OpenCheckpoint]:
         """Lend a checkpoint, and the checkpoint to compare it with. Both stay open until they are given back."""
-        key = place, against
+        key = located, against
         with self._lock:
-            lent = self._places.setdefault(key, _Lent())
-            self._places.move_to_end(key)
+            lent = self._open.setdefault(key, _Lent())
+            self._open.move_to_end(key)
             lent.users += 1
         try:
             with lent.lock:  # the first request opens it, and later ones wait
                 if lent.checkpoint is None:
-                    lent.checkpoint = OpenCheckpoint(place[0], self._readers, against and against[0])
+                    lent.checkpoint = OpenCheckpoint(located[0], self._readers, against and against[0])
             yield lent.checkpoint
         finally:
             for unused in self._given_back(lent):
@@ -164,16 +164,16 @@ class Checkpoints:
         with self._lock:
             lent.users -= 1
             closed = []
-            for key, one in list(self._places.items()):
+            for key, one in list(self._open.items()):
                 if one.users or (one.checkpoint and not self._are_too_many()):
                     continue
-                del self._places[key]
+                del self._open[key]
                 if one.checkpoint:
                     closed.append(one.checkpoint)
             return closed
 
     def _are_too_many(self) -> bool:
-        there = [place.checkpoint for place in self._places.values() if place.checkpoint]
+        there = [one.checkpoint for one in self._open.values() if one.checkpoint]
         return sum(one.opened for one in there) > MOST_OPEN or (
             len(there) > 1 and sum(one.leaves for one in there) > MOST_LEAVES
         )

@@ -71,7 +71,7 @@ class LiveRun:
             self._changed.wait_for(lambda: self._news.is_complete, _PATIENCE)
             return self._news
 
-    def place(self, number: int) -> tuple[str, Hashable]:
+    def locate(self, number: int) -> tuple[str, Hashable]:
         """Return the path and the identity of a step. Raise NotFoundError if the run no longer has it."""
         known = next((step.name for step in self._news.steps if step.number == number), None)
         name = known or name_of_step(self.store, number)

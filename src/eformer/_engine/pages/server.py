@@ -86,7 +86,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     request_queue_size = MOST_CONNECTIONS
 
     def __init__(self, host: str, port: int, token: str, answer: Callable[[HttpRequest], Answer]) -> None:
-        self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._slots = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self.answer = answer
         try:
             found: Any = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -97,7 +97,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.site = Site(host, self.server_address[1], token)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._places.acquire(blocking=False):
+        if self._slots.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -106,7 +106,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._places.release()
+            self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exc_info()[1], OSError):  # an OSError: the client has gone, or is too slow

@@ -110,13 +110,13 @@ class NearTier:
     ) -> None:
         if not isinstance(near, Near):
             raise TypeError(f"near={near!r}: expected near=Near(path, every=...)")
-        place = on_disk(store_at(absolute(near.path)))
-        if place is None:
+        local = on_disk(store_at(absolute(near.path)))
+        if local is None:
             raise ValueError(
                 f"{near}: near steps are saved in memory or on a local disk; pass a path such as '/dev/shm/run'"
             )
         self._every = every_from(near.every)
-        self._process = Path(place) / f"process-{jax.process_index()}"
+        self._process = Path(local) / f"process-{jax.process_index()}"
         if self._process.is_symlink():  # `begin` would remove files of its target
             raise ValueError(f"{near}: {self._process} is a link; remove it, or choose another directory")
         self._writer, self._run = writer, writer.store
@@ -271,7 +271,7 @@ class NearTier:
 
     def _remove(self, step: NearStep) -> None:
         near, epoch = self._process.parent, f"{self._process.name}/{step.epoch}"
-        with _logged(near / epoch), Directory.open(near) as place, place.enter(epoch) as folder:
+        with _logged(near / epoch), Directory.open(near) as tier, tier.enter(epoch) as folder:
             _remove_entry(folder, step_name(step.number))
 
     def wait(self, timeout: float | None = None) -> None:
@@ -303,7 +303,7 @@ def _remove_but(stay: Iterable[NearStep], near: Path, process: str) -> None:
     this process delete its own files elsewhere. Errors are logged, because a step that stays only takes room.
     """
     kept = {(step.epoch, step_name(step.number)) for step in stay}
-    with _logged(near / process), Directory.open(near) as place, place.enter(process) as folder:
+    with _logged(near / process), Directory.open(near) as tier, tier.enter(process) as folder:
         for epoch, kind in folder.kinds().items():
             if kind == "directory" and _EPOCH.fullmatch(epoch):
                 with folder.enter(epoch) as inner:

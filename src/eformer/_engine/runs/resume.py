@@ -96,14 +96,14 @@ class AgreedSteps(msgspec.Struct):
     def to_try(self, step: int | str, rule: Keep | None, path: str) -> list[NearStep]:
         """Return the steps to try: first the wanted step, or the best by a rule, then its replacements if it is
         damaged."""
-        there = {place.number: place for place in self.steps}
+        there = {one.number: one for one in self.steps}
         if rule is not None:
             if not self.best:
                 raise NotFoundError(f"{path}: no step has a number for the metric {rule.by!r}")
             return [there[number] for number in self.best]
         if step != "newest" and step not in there:
             raise NotFoundError(f"{path} has no step {step}; it has {[*there]}")
-        return [place for place in reversed(self.steps) if step == "newest" or place.number <= int(step)]
+        return [one for one in reversed(self.steps) if step == "newest" or one.number <= int(step)]
 
     def after(self, number: int, skipped: Collection[int] = ()) -> list[int]:
         """Return the steps after step `number`, without the skipped steps."""
@@ -168,20 +168,20 @@ class Job:
         return ranked(facts, rule)
 
     def load_first(
-        self, places: Sequence[NearStep], request: Request, *, fallback: bool
+        self, candidates: Sequence[NearStep], request: Request, *, fallback: bool
     ) -> tuple[NearStep, LoadedTree, dict[int, str]]:
         """Load the first of these steps that is sound in every process. Return it, and the reasons of skipped steps."""
         skipped: dict[int, str] = {}
-        for place in places:
-            number = place.number
+        for step in candidates:
+            number = step.number
             try:
-                loaded, problem = self._load(place, request)
+                loaded, problem = self._load(step, request)
                 if loaded is None and fallback:  # once more: a network file system may show an old directory
-                    loaded, problem = self._load(place, request)
+                    loaded, problem = self._load(step, request)
             except VersionError as error:
                 raise self._newer_version(number, error) from error
             if loaded is not None:
-                return place, loaded, skipped
+                return step, loaded, skipped
             if not fallback:
                 raise CorruptionError(f"step {number} of {self.path} is damaged: {problem}")
             logger.warning("%s: step %d is skipped: %s", self.path, number, problem)
@@ -191,14 +191,14 @@ class Job:
             f"no step of {self.path} is sound, and a run does not start afresh by itself: {listed}"
         )
 
-    def _load(self, place: NearStep, request: Request) -> tuple[LoadedTree | None, str]:
+    def _load(self, step: NearStep, request: Request) -> tuple[LoadedTree | None, str]:
         """Load a step in all processes. Return it, or the damage that one process has found."""
         loaded, error = None, None
         try:
-            if place.epoch and self.near:
-                loaded = self.near.load(place, request)
+            if step.epoch and self.near:
+                loaded = self.near.load(step, request)
             else:
-                loaded = load_tree([path_to_step(self.path, place.number)], request)
+                loaded = load_tree([path_to_step(self.path, step.number)], request)
         except Exception as raised:  # noqa: BLE001  all processes wait to hear of it
             error = raised
         with meeting("runs", self.timeout) as hosts:
@@ -210,7 +210,7 @@ class Job:
             raise error
         if outcome:
             raise ProcessError(
-                f"step {place.number} of {self.path} could not be loaded in another process: {outcome}"
+                f"step {step.number} of {self.path} could not be loaded in another process: {outcome}"
             )
         return loaded, ""
 
@@ -225,19 +225,19 @@ class Job:
             message += f"; to go on from the step before, call resume(step={sound}, rewind=True)"
         return VersionError(message)
 
-    def place(self, data: Any, place: NearStep, metadata: Mapping[str, Any]) -> None:
+    def set_position(self, data: Any, step: NearStep, metadata: Mapping[str, Any]) -> None:
         """Set the data to the recorded position. A near step has the position of this process alone."""
         facts = facts_of_run(metadata)
         with meeting("runs", self.timeout) as hosts:
             if data is not None:
-                index, number = (0, 1) if place.epoch else (hosts.index, hosts.count)
-                set_position(data, facts, f"step {place.number} of {self.path}", index=index, count=number)
+                index, number = (0, 1) if step.epoch else (hosts.index, hosts.count)
+                set_position(data, facts, f"step {step.number} of {self.path}", index=index, count=number)
             elif facts.get("data"):
                 logger.warning(
                     "%s: step %d has a position in the data, but resume was called without data=, so the data begin "
                     "anew; pass resume(data=) to go on at that position",
                     self.path,
-                    place.number,
+                    step.number,
                 )
             hosts.meet(b"", lambda _: b"")
 

@@ -67,8 +67,8 @@ def removable(
     if not can_remove(facts.values(), rules):
         return []
     keep = kept(facts.values(), rules, stay={*stay, resumed_from(store)}, now=now)
-    place = on_disk(store)
-    linked = linked_in(Path(place)) if place is not None else set()
+    local = on_disk(store)
+    linked = linked_in(Path(local)) if local is not None else set()
     return [name for name, fact in facts.items() if fact.number not in keep and name not in linked]
 
 

@@ -185,17 +185,18 @@ class Run:
         if not agreed.steps:
             self._go_on(None, agreed)
             return None
-        places = agreed.to_try(step, rule, self.path)
+        candidates = agreed.to_try(step, rule, self.path)
         if not rewind:
-            agreed.refuse_after(places[0].number, self.path, {})
-        place, loaded, skipped = self._job.load_first(places, request, fallback=fallback)
+            agreed.refuse_after(candidates[0].number, self.path, {})
+        chosen, loaded, skipped = self._job.load_first(candidates, request, fallback=fallback)
         if not rewind:
-            agreed.refuse_after(place.number, self.path, skipped)
-        self._job.place(data, place, loaded.entry.metadata)  # before anything is put aside: it may fail
-        self._go_on(place.number, agreed, skipped)
+            agreed.refuse_after(chosen.number, self.path, skipped)
+        # Before anything is put aside: the iterator may refuse the position.
+        self._job.set_position(data, chosen, loaded.entry.metadata)
+        self._go_on(chosen.number, agreed, skipped)
         if not return_report and (request.partial or request.rename):
-            log_differences(f"{self.path}: step {place.number}", loaded.report)
-        return Resumed(loaded.tree, place.number, skipped, loaded.report)
+            log_differences(f"{self.path}: step {chosen.number}", loaded.report)
+        return Resumed(loaded.tree, chosen.number, skipped, loaded.report)
 
     def _check_arguments(self, step: int | str, arguments: LoadArguments) -> None:
         if unknown := sorted(arguments.keys() - LoadArguments.__optional_keys__):
