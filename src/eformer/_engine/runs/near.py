@@ -196,6 +196,7 @@ class NearTier:
     def begin(self, number: int, epoch: str, before: Iterable[str] = ()) -> None:
         """Begin an epoch after step `number`. Remove later steps, and steps of epochs that are not in `before`."""
         self._epoch = epoch
+        # The file comes before the removals: if this job dies in between, the later steps no longer count.
         if jax.process_index() == 0:
             self._write_epochs(self._epochs.up_to(number, epoch))
         stay = [step for step in self._whole_steps() if step.number <= number and step.epoch in before]

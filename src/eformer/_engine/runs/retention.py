@@ -73,8 +73,7 @@ def removable(
 
 
 def by_series(facts: Mapping[str, StepFacts]) -> list[dict[str, StepFacts]]:
-    """Group steps by the text before their numbers: rules of `prune` count run-100 and step-100 in series of their
-    own."""
+    """Group steps by the text before their numbers: `prune` counts run-100 and step-100 in separate series."""
     found = defaultdict[str, dict[str, StepFacts]](dict)
     for name, fact in facts.items():
         found[name.rstrip("0123456789")][name] = fact

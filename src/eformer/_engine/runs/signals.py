@@ -45,9 +45,8 @@ class Signals:
         self._wanted = (signal.SIGTERM,) if signals is None else tuple(signals)
         self._is_optional = signals is None
         self._pid = os.getpid()
-        self._is_told = self._is_closed = (
-            False  # no lock: a handler may interrupt itself, and would wait for itself
-        )
+        # Without a lock: a handler may interrupt itself, and would wait for itself.
+        self._is_told = self._is_closed = False
         self._first_at: dict[signal.Signals, float] = {}
         self._unseen: signal.Signals | None = None
         self._logged: threading.Event | None = None  # is set once the first signal is logged
@@ -71,7 +70,8 @@ class Signals:
             if self._service and one == signal.SIGTERM:
                 continue
             try:
-                # Noted before it is replaced: after a Ctrl-C between the two lines, `close` finds nothing to restore.
+                # Noted before it is replaced: a Ctrl-C between the two lines leaves the previous handler in force, and
+                # `close` restores only handlers that were replaced.
                 self._before[one] = signal.getsignal(one)
                 signal.signal(one, self._handle)
             except ValueError:  # not in the main thread
@@ -82,18 +82,21 @@ class Signals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         one = signal.Signals(number)
         if os.getpid() != self._pid or self._is_closed or self._is_second(one):
+            # Sent again, not called: the previous handler may be the default action, which no call can do.
             self._put_back(one)
             os.kill(os.getpid(), number)
             return
-        if self._service:
+        if self._service:  # it listens for SIGTERM alone, and tells all processes
             os.kill(os.getpid(), signal.SIGTERM)
         before = self._before.get(one)
-        if not self._is_told and not isinstance(getattr(before, "__self__", None), Signals):  # logged
+        # The handler of an outer run, which is called below, logs the signal itself.
+        if not self._is_told and not isinstance(getattr(before, "__self__", None), Signals):
             self._logged = _log_soon(
                 f"{one.name}: the run saves at the next step and stops; a second {one.name} does not wait for it"
             )
         self._is_told = True
         self._unseen = one
+        # Python's own handler of Ctrl-C would raise here, and the run could not save at the next step.
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
 
@@ -118,10 +121,11 @@ class Signals:
     def close(self) -> None:
         """Restore the previous handlers. Send a signal again that came too late for any call."""
         self._is_closed = True  # first: a signal from here on goes to the previous handler
-        if self._logged:
+        if self._logged:  # the program may end after this call, and its last message would be lost
             self._logged.wait(_LOG_WITHIN)
         put_back = {one: self._put_back(one) for one in self._before if signal.getsignal(one) == self._handle}
         unseen, self._unseen = self._unseen, None
+        # A previous handler in Python was called when the signal came. Only the default action has not happened yet.
         if unseen in put_back and put_back[unseen] is signal.SIG_DFL and not self._service:
             os.kill(os.getpid(), unseen)
 

@@ -42,7 +42,7 @@ class Writer:
             return
         now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         has_steps = last_step_in(self.store) is not None
-        self._refuse_checkpoints(has_steps=has_steps)
+        self._refuse_checkpoints(has_steps=has_steps)  # before the claim, which ends the job that writes now
 
         def claimed(data: bytes | None) -> bytes:
             before = Claim.from_json(data) if has_steps else None
@@ -69,10 +69,8 @@ class Writer:
             if data is None:
                 raise FileNotFoundError(f"{RUN_FILE} is gone")
             claim = Claim.from_json(data)
-            if (
-                claim is None or claim.id != self.id
-            ):  # another job has taken over: the next save raises SupersededError
-                return data
+            if claim is None or claim.id != self.id:
+                return data  # another job has taken over: the next save raises SupersededError
             return msgspec.structs.replace(claim, resumed_from=step).to_json()
 
         try:
