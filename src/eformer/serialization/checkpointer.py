@@ -104,9 +104,8 @@ class Checkpointer:
         delete_old_temp_checkpoints: bool = True,
     ) -> None:
         self.base_path = str(base_path)
-        self._root = absolute(
-            base_path
-        )  # saves end in the background, and the program may change its directory
+        # Absolute, because saves end in the background, and the program may change its directory.
+        self._root = absolute(base_path)
         self.save_interval = save_interval
         self.step_policies = _in_order(step_policies)
         self._manager = AsyncCheckpointManager() if manager is None else manager

@@ -270,11 +270,8 @@ def _changes(sound: Sequence[Step], memory: int | None, progress: Progress) -> I
             try:
                 with page_contents(step.path) as new, page_contents(before.path) as old:
                     change, nbytes = _change(new, old, known, room)
-            except (
-                EformerError,
-                OSError,
-                TooLargeError,
-            ):  # removed meanwhile, or only its digests tell damage
+            except (EformerError, OSError, TooLargeError):
+                # A step was removed meanwhile, or has damage that only its digests tell.
                 change, nbytes = {"problem": "could not be read"}, 0
             read += nbytes
             meter.add(1)

@@ -76,10 +76,8 @@ def _taken(name: str, value: Any) -> Any:
     """Return a metric as a number, or as an array on a device without waiting for its value."""
     if isinstance(value, np.ndarray) or not hasattr(value, "__float__"):
         return metric_from(name, value)
-    if not isinstance(
-        value, jax.Array
-    ):  # perhaps a tensor of another library on a device: do not wait for it
-        return value
+    if not isinstance(value, jax.Array):
+        return value  # perhaps a tensor of another library on a device: do not wait for it
     if value.size != 1:
         raise ValueError(f"metrics[{name!r}] has the shape {value.shape}; expected a single number")
     shards = value.addressable_shards
@@ -161,10 +159,8 @@ def _without_arrays(value: Any) -> Any:
     if not is_tensor and type(value) is not np.ndarray:
         return value
     array = value.numpy() if is_tensor else value
-    if (
-        array.dtype.kind not in "biuf" or array.dtype.isbuiltin != 1
-    ):  # numpy cannot read back the names of other dtypes
-        return value
+    if array.dtype.kind not in "biuf" or array.dtype.isbuiltin != 1:
+        return value  # numpy cannot read back the names of other dtypes
     return {_ARRAY: ["torch" if is_tensor else "numpy", array.dtype.str, list(array.shape), array.tobytes()]}
 
 

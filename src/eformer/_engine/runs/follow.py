@@ -102,9 +102,8 @@ def score(path: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -
 
     def added(data: bytes | None) -> bytes:
         both = {**(found.scores_in(data) if data else {}), **numbers}
-        finite = {
-            name: value for name, value in both.items() if math.isfinite(value)
-        }  # rules ignore NaN and infinity
+        # Rules ignore NaN and infinity, and JSON has no numbers for them.
+        finite = {name: value for name, value in both.items() if math.isfinite(value)}
         return msgspec.json.encode(Scores(found_of(found).manifest.digest, finite))
 
     update_file(store, score_name(found.name), added)

@@ -61,9 +61,8 @@ class Step:
     @lazy_property
     def _metadata(self) -> dict[str, Any]:
         """The metadata of the step, merged over its trees."""
-        trees = sorted(
-            self._found.manifest.trees.items(), reverse=True
-        )  # the tree without a prefix comes last, and wins
+        # The tree without a prefix comes last, and wins.
+        trees = sorted(self._found.manifest.trees.items(), reverse=True)
         return {name: value for _, tree in trees for name, value in tree.metadata.items()}
 
     @property
