@@ -188,7 +188,7 @@ class Doors:
 
     def steps(self, path: str) -> None:
         for step in checkpoint.steps(path):
-            for name in ("saved_at", "why", "metrics", "metadata", "nbytes"):
+            for name in ("saved_at", "reason", "metrics", "metadata", "nbytes"):
                 _told(lambda name=name, step=step: getattr(step, name))
             step.problem()
         checkpoint.latest(path)
