@@ -23,9 +23,9 @@ def test_a_container_that_is_an_item_stays_as_it_is():
 @pytest.mark.parametrize(
     ("paths", "problem"),
     [
-        ([("a",), ("a",)], "it has the leaf 'a' twice"),
-        ([("a",), ("a", "b")], "leaf 'a.b' is inside of another leaf"),
-        ([("a", "b"), ("a",)], "it has the leaf 'a' twice"),
+        ([("a",), ("a",)], "leaf 'a' is listed twice"),
+        ([("a",), ("a", "b")], "leaf 'a.b' is inside another leaf"),
+        ([("a", "b"), ("a",)], "leaf 'a' is listed twice"),
         ([()], "leaf '' is nested 0 deep"),
         ([("a",) * 101], "is nested 101 deep"),
     ],

@@ -169,7 +169,7 @@ def test_a_bit_of_the_table_that_flips_is_an_error(tmp_path):
     [
         (
             lambda table: Holdings(table.leaves, table.files[:-1]),
-            "tells of 3 files what they hold, and names 4",
+            "has the boxes of 3 files, but names 4",
         ),
         (lambda table: Holdings(table.leaves, ((), *table.files[1:])), "do not cover"),
         (lambda table: Holdings((), ((),) * 4), "do not cover"),

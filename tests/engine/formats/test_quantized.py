@@ -391,7 +391,9 @@ def test_a_configuration_that_makes_no_sense_stops_no_load(tmp_path, text, caplo
     path = model(tmp_path / "model", {"a.weight": block()})
     (path / "config.json").write_text(text)
     assert load(path)
-    assert ("whether it says that the model is quantised is not known" in caplog.text) == (text[1:2] != '"')
+    assert ("eformer cannot tell whether it declares the model as quantised" in caplog.text) == (
+        text[1:2] != '"'
+    )
 
 
 @pytest.mark.parametrize("text", ["{", '{"a": ' * 10**5], ids=["cut", "deep"])
@@ -431,7 +433,7 @@ def test_a_configuration_that_may_not_be_read_stops_no_load():
         (path / "model.safetensors").chmod(0o644)
         command = [sys.executable, "-c", AS_USER, str(path)]
         done = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
-    assert "whether it says that the model is quantised is not known" in done.stderr
+    assert "eformer cannot tell whether it declares the model as quantised" in done.stderr
 
 
 def test_files_of_pytorch_are_refused_by_their_configuration(tmp_path):

@@ -19,7 +19,7 @@ from eformer.errors import FormatError, MismatchError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-# A name of more parts keeps its last dots: no model has dicts nested that deep.
+# A name with more parts keeps its last dots: no model has dicts nested that deep.
 _MAX_PARTS = 100
 
 Parts = tuple[str, ...]
@@ -27,12 +27,12 @@ T = TypeVar("T")
 
 
 def parts_of_name(name: str) -> Parts:
-    """Split a name that another program joined by dots into escaped parts."""
+    """Split a name that another program joined with dots into escaped parts."""
     return tuple(escape(part) for part in name.split(".", _MAX_PARTS))
 
 
 def split_spelled(name: str) -> Parts:
-    """Split a leaf's name, or a name that a person wrote, into escaped parts."""
+    """Split the name of a leaf, or a name that a person wrote, into escaped parts."""
     try:
         name_to_path(name)
     except FormatError:
@@ -55,7 +55,8 @@ def parts_of_path(path: str) -> Parts:
 
 
 def nested_spelled(names: Mapping[str, str]) -> tuple[Any, dict[str, str]]:
-    """Return `nested` of names that people wrote. Raise if two of them are spellings of one name."""
+    """Return the structure for names that people wrote, and the new name of each leaf. Raise MismatchError if two of
+    them spell one name."""
     structure, final = nested({leaf: split_spelled(name) for leaf, name in names.items()})
     seen: dict[str, str] = {}
     problems = []
@@ -68,7 +69,7 @@ def nested_spelled(names: Mapping[str, str]) -> tuple[Any, dict[str, str]]:
 
 
 def nest(leaves: Mapping[str, T], split: Callable[[str], Parts]) -> tuple[Any, dict[str, T]]:
-    """Return the structure of nested dicts that holds the leaves, and these by their new names."""
+    """Return the structure of nested dicts that holds the leaves, and the leaves by their new names."""
     structure, names = nested({leaf: split(leaf) for leaf in leaves})
     return structure, {names[leaf]: found for leaf, found in leaves.items()}
 
@@ -76,7 +77,7 @@ def nest(leaves: Mapping[str, T], split: Callable[[str], Parts]) -> tuple[Any, d
 def nested(leaves: Mapping[str, Parts]) -> tuple[Any, dict[str, str]]:
     """Return the structure of nested dicts that holds the leaves, and the new name of each leaf.
 
-    If both "a" and "a.b" are leaves, the latter keeps its dot: {"a": ..., "a.b": ...}.
+    If both "a" and "a.b" are leaves, "a.b" keeps its dot: {"a": ..., "a.b": ...}.
     """
     taken = set(leaves.values())
     root: dict[str, Any] = {}
@@ -107,13 +108,13 @@ class Index(str):
 
 
 class _Holder(dict[Any, Any]):
-    """A dict or a list on the way to items. A container that is an item itself is of another class."""
+    """A dict or a list on the way to items. Containers that are items are of other classes."""
 
 
 def tree_of_paths(items: Iterable[tuple[Sequence[Any], Any]]) -> Any:
-    """Return the dicts that hold items at paths of keys, and lists where the keys count from 0 on.
+    """Return nested dicts that hold items at paths of keys, with lists in place of dicts whose keys count from 0.
 
-    Keys that count are ints, or texts of the class `Index`. Raise FormatError for items that do not form a tree.
+    Only ints and texts of the class `Index` can count. Raise FormatError for items that do not form a tree.
     """
     root = _Holder()
     for path, item in items:
@@ -126,9 +127,9 @@ def tree_of_paths(items: Iterable[tuple[Sequence[Any], Any]]) -> Any:
         for key in path[:-1]:
             holder = holder.setdefault(key, _Holder())
             if type(holder) is not _Holder:
-                raise FormatError(f"leaf {name!r} is inside of another leaf")
+                raise FormatError(f"leaf {name!r} is inside another leaf")
         if path[-1] in holder:
-            raise FormatError(f"it has the leaf {name!r} twice")
+            raise FormatError(f"leaf {name!r} is listed twice")
         holder[path[-1]] = item
     return _with_lists(root)
 

@@ -163,7 +163,7 @@ def unpickle(encoded: str) -> Any:
     data = base64.b64decode(encoded, validate=True)
     value, end = run(_Machine(), data, ACTIONS, _HINT)
     if end != len(data):
-        refuse("a pickle has more in it than one value")
+        refuse("a pickle does not hold exactly one value")
     return value
 
 
