@@ -162,7 +162,7 @@ def test_a_directory_of_such_files_names_them(tmp_path):
         (b"\x1f\x8b\x08" + bytes(50), "compressed by gzip; unpack it first"),
         (
             pickle.dumps({"a": 1}),
-            "but a pickle, which eformer never runs; of PyTorch, only what torch.save writes is read",
+            "but a pickle, which eformer never runs; of pickles by PyTorch, only files of torch.save are read",
         ),
     ],
 )

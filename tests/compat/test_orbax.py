@@ -193,7 +193,7 @@ def test_a_leaf_that_leads_out_of_the_directory_is_refused(copy, key):
     [
         ([[("step", False)], [("step", False)]], "'step' twice"),
         ([[("opt.0.count", False)], [("opt", False), ("0", True), ("count", False)]], "are both the array"),
-        ([[("step", False)], [("step", False), ("x", False)]], "inside of another|no such array"),
+        ([[("step", False)], [("step", False), ("x", False)]], "inside another|no such array"),
         ([[("x", False)] * 200], "deep|no such array"),
     ],
 )
@@ -306,7 +306,7 @@ def test_numbers_of_blosc_are_read_unless_they_claim_to_be_larger(tmp_path, desc
 def test_blosc_inside_of_shards_is_refused(tmp_path):
     described = in_version_3((4,), [SHARDS])
     compressed_by_blosc(tmp_path / "it", (4,), **described)
-    with pytest.raises(FormatError, match="leaf 'w': blosc inside of sharding_indexed is not supported"):
+    with pytest.raises(FormatError, match="leaf 'w': blosc inside sharding_indexed is not supported"):
         checkpoint.load(tmp_path / "it")
 
 

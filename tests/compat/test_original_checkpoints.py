@@ -189,7 +189,7 @@ def test_a_structure_of_another_prefix_is_refused(copied):
     path = copied("pytree_optax")
     file = path / "tx_structure.json"
     file.write_text(file.read_text().replace('"tx', '"rx'))
-    with pytest.raises(StructureError, match="is for the prefix 'rx', not for 'tx'"):
+    with pytest.raises(StructureError, match="is for the prefix 'rx', expected 'tx'"):
         checkpoint.load(path)
 
 

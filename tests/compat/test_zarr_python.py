@@ -64,7 +64,7 @@ def test_attributes_of_the_group_are_metadata_and_parts_are_read(folder):
     [
         ("v3-text", r"leaf 'w' is of the type \{'name': 'fixed_length_utf32'"),
         ("v3-zeros", r"2 of 2 chunks are missing; they are not read as zeros. \(zarr-python leaves out"),
-        ("v3-shards-blosc", "blosc inside of sharding_indexed is not supported"),
+        ("v3-shards-blosc", "blosc inside sharding_indexed is not supported"),
         ("v2-lz4", "compressed by 'lz4', which eformer does not decode. It is not damaged"),
         ("v2-lzma", "compressed by 'lzma'"),
         ("v2-delta", r"changed by the filters \['delta'\], which eformer does not decode"),

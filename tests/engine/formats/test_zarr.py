@@ -226,10 +226,10 @@ def test_a_directory_that_is_in_the_way_is_left_alone(tmp_path, weights):
 
 def test_two_formats_do_not_share_a_directory(tmp_path, weights):
     save(weights, tmp_path / "s")
-    with pytest.raises(FileExistsError, match=r"manifest.json is there.*another format"):
+    with pytest.raises(FileExistsError, match=r"manifest.json exists.*another format"):
         arrays_save(weights, tmp_path / "s")
     arrays_save(weights, tmp_path / "t")
-    with pytest.raises(FileExistsError, match=r"tensorstore_index.json is there.*another format"):
+    with pytest.raises(FileExistsError, match=r"tensorstore_index.json exists.*another format"):
         save(weights, tmp_path / "t")
     assert_same(load(tmp_path / "s"), weights)
     assert_same(load(tmp_path / "t"), weights)

@@ -78,7 +78,7 @@ class ListedTree(BoxedTree, frozen=True, kw_only=True, dict=True):
                 f"the manifest has the boxes of {len(self.holdings.files)} files, but names {len(self.files)} files"
             )
         numbers = {name: number for number, name in enumerate(self.boxed) if name in wanted}
-        wants = ((numbers[name], regions) for name, regions in wanted.items())
+        wants = ((numbers[name], boxes) for name, boxes in wanted.items())
         return holders(self.holdings, len(self.boxed), wants)
 
 

@@ -154,7 +154,7 @@ def parse_header(data: bytes, file_nbytes: int, origin: str, version: Version = 
     except MALFORMED_JSON as error:
         raise FormatError(f"{problem}: {error}") from error
     fields = len(tensors) * (1 + len(_FIELDS)) + bool(raw_metadata)
-    # More colons than fields: a field is given twice, or a name contains a colon. Only then is the slow parser worth it.
+    # More colons than fields: a field is given twice, or a name contains a colon. Only then use the slow parser.
     if data.count(b":", 8) - raw_metadata.count(b":") != fields:
         _refuse_duplicates(data[8:], origin)
     _check_tiling(tensors, file_nbytes - len(data), origin)

@@ -144,7 +144,9 @@ class _Index(ManifestIndex):
     prefix: str
 
     def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
-        if on_disk(store) is not None and store.exists(ZARR_INDEX):  # written since the check; readers prefer it
+        if on_disk(store) is not None and store.exists(
+            ZARR_INDEX
+        ):  # written since the check; readers prefer it
             raise other_format(store, ZARR_INDEX)
         finals = self._final_names(tree, store, upload)
         moves = {file.name: final for file, final in zip(tree.files, finals, strict=True)}
@@ -167,7 +169,9 @@ class _Index(ManifestIndex):
         is_first = not kept and self.prefix not in self.manifest.trees
         if not (is_first and store.kinds().keys().isdisjoint(names)):
             names = unique_names(names, tree.save_id)
-        if any(name.endswith(PRIVATE) for name in kept):  # other readers must not take the new files for the whole tree
+        if any(
+            name.endswith(PRIVATE) for name in kept
+        ):  # other readers must not take the new files for the whole tree
             names = [name + PRIVATE for name in names]
         finals = dict(zip(new, names, strict=True)) | {name: _free_name(store, upload, name) for name in kept}
         return [finals[file.name] for file in tree.files]
@@ -306,7 +310,7 @@ class SafetensorsFile(_Safetensors):
         others = set(found.trees) - {self.prefix}
         if others and found.manifest.format not in FOREIGN:
             raise ValueError(
-                f"{path} holds the tree {sorted(others)}, and a file holds one tree; save to a directory to keep "
+                f"{path} holds the tree {sorted(others)}, and one file holds one tree; save to a directory to keep "
                 "several"
             )
         if found.manifest.format in FOREIGN and not is_marked(found.tree(None).raw_metadata):
