@@ -342,7 +342,9 @@ def test_steps_of_a_plain_checkpointer_are_steps(tmp_path):
         shutil.copytree(DATA / "v0_plain", tmp_path / step)
     shutil.copytree(DATA / "v0_plain", tmp_path / "11.orbax-checkpoint-tmp-1")
     assert checkpoint.inspect(tmp_path)
-    assert orbax.in_directory(tmp_path, [p.name for p in tmp_path.iterdir()]).path == str(tmp_path / "10")
+    assert orbax.in_local_directory(tmp_path, [p.name for p in tmp_path.iterdir()]).path == str(
+        tmp_path / "10"
+    )
 
 
 def test_absurdly_many_chunks_are_read_many_at_a_time(copy):
@@ -395,9 +397,9 @@ def test_an_array_of_fill_values_alone_is_read(copy):
 def test_steps_that_have_not_finished_are_no_steps(copy):
     path = copy("manager")
     shutil.copytree(path / "3", path / "10.orbax-checkpoint-tmp-1794726675")
-    assert orbax.steps_in(path, [p.name for p in path.iterdir()]) == ["2", "3"]
+    assert orbax.step_names_in(path, [p.name for p in path.iterdir()]) == ["2", "3"]
     shutil.copytree(path / "3", path / "10")
-    assert orbax.steps_in(path, [p.name for p in path.iterdir()]) == ["2", "3", "10"]
+    assert orbax.step_names_in(path, [p.name for p in path.iterdir()]) == ["2", "3", "10"]
 
 
 @pytest.mark.parametrize("form", ["safetensors", "tensorstore"])

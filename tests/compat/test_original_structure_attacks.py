@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eformer._engine.formats.zarr.original_structure import parse_structure
+from eformer._engine.formats.zarr.original_structure import parse_original_structure
 from eformer._engine.trees.unflatten import unflatten
 from eformer.errors import FormatError, StructureError
 from support.original import BASIC, DATA, STRUCTURES, Module, Struct, as_original, encoded, one, with_renamed
@@ -45,7 +45,7 @@ def with_treedef(data):
 
 def refused(data, match=""):
     with pytest.raises(FormatError, match=r"^a/b_structure.json") as caught:
-        parse_structure(data, "a/b_structure.json")
+        parse_original_structure(data, "a/b_structure.json")
     assert type(caught.value) is FormatError
     caught.match(match)
 
@@ -97,7 +97,7 @@ def test_a_module_that_a_tree_names_is_not_imported(tmp_path, monkeypatch):
     (tmp_path / "planted_module.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     data = with_renamed(Unregistered(1), b"support.trees", b"planted_module")
-    assert parse_structure(data, "x").document["namedtuple"] == "planted_module:Unregistered"
+    assert parse_original_structure(data, "x").document["namedtuple"] == "planted_module:Unregistered"
     assert "planted_module" not in sys.modules
 
 
@@ -316,7 +316,7 @@ def test_keys_that_do_not_fit_the_tree_are_refused(keys, problem):
 def test_fields_that_the_class_no_longer_has_are_kept_and_said():
     data = as_original(Moments(1, 2), leaf_keys_full=["state.old", "state.nu"])
     with pytest.raises(StructureError, match=r"saved with fields \('old', 'nu'\), it now has \('mu', 'nu'\)"):
-        unflatten(parse_structure(data, "x").document, {"old": 1, "nu": 2})
+        unflatten(parse_original_structure(data, "x").document, {"old": 1, "nu": 2})
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_a_file_cut_off_anywhere_is_refused():
 
 def parses_or_is_refused(data):
     try:
-        parse_structure(data, "a/b_structure.json")
+        parse_original_structure(data, "a/b_structure.json")
     except FormatError as error:
         problem = error
     else:

@@ -77,7 +77,7 @@ def _unread(store: Store, read: AbstractSet[str]) -> Iterator[str]:
         except OSError:  # its contents are unknown
             yield f"{path}/"
             continue
-        if path and is_checkpoint(store, path):
+        if path and is_eformer_checkpoint(store, path):
             continue
         is_array = path and kinds.keys() & {ZARRAY, ZARR_JSON, DATABASE_MANIFEST}
         if is_array and not any(name.startswith(f"{path}/") for name in read):
@@ -123,7 +123,7 @@ def may_hold_leaves(name: str) -> bool:
     return name == ZARR_JSON or not any(fnmatchcase(name, pattern) for pattern in _WITHOUT_LEAVES)
 
 
-def is_checkpoint(store: Store, path: str) -> bool:
+def is_eformer_checkpoint(store: Store, path: str) -> bool:
     """Tell whether a directory is a checkpoint of its own: it has an index of arrays, or a manifest by eformer."""
     try:
         if store.exists(f"{path}/{INDEX}"):

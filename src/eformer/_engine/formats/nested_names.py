@@ -57,7 +57,7 @@ def parts_of_path(path: str) -> Parts:
 def nested_spelled(names: Mapping[str, str]) -> tuple[Any, dict[str, str]]:
     """Return the structure for names that people wrote, and the new name of each leaf. Raise MismatchError if two of
     them spell one name."""
-    structure, final = nested({leaf: split_spelled(name) for leaf, name in names.items()})
+    structure, final = nested_dicts({leaf: split_spelled(name) for leaf, name in names.items()})
     seen: dict[str, str] = {}
     problems = []
     for leaf, name in final.items():
@@ -70,11 +70,11 @@ def nested_spelled(names: Mapping[str, str]) -> tuple[Any, dict[str, str]]:
 
 def nest(leaves: Mapping[str, T], split: Callable[[str], Parts]) -> tuple[Any, dict[str, T]]:
     """Return the structure of nested dicts that holds the leaves, and the leaves by their new names."""
-    structure, names = nested({leaf: split(leaf) for leaf in leaves})
+    structure, names = nested_dicts({leaf: split(leaf) for leaf in leaves})
     return structure, {names[leaf]: found for leaf, found in leaves.items()}
 
 
-def nested(leaves: Mapping[str, Parts]) -> tuple[Any, dict[str, str]]:
+def nested_dicts(leaves: Mapping[str, Parts]) -> tuple[Any, dict[str, str]]:
     """Return the structure of nested dicts that holds the leaves, and the new name of each leaf.
 
     If both "a" and "a.b" are leaves, "a.b" keeps its dot: {"a": ..., "a.b": ...}.
@@ -101,7 +101,7 @@ def nested(leaves: Mapping[str, Parts]) -> tuple[Any, dict[str, str]]:
 # ----------------------------------------------------------------------------------- by paths of keys
 
 
-class Index(str):
+class SequenceIndex(str):
     """A key of a sequence, as text."""
 
     __slots__ = ()
@@ -114,7 +114,7 @@ class _Holder(dict[Any, Any]):
 def tree_of_paths(items: Iterable[tuple[Sequence[Any], Any]]) -> Any:
     """Return nested dicts that hold items at paths of keys, with lists in place of dicts whose keys count from 0.
 
-    Only ints and texts of the class `Index` can count. Raise FormatError for items that do not form a tree.
+    Only ints and texts of the class `SequenceIndex` can count. Raise FormatError for items that do not form a tree.
     """
     root = _Holder()
     for path, item in items:
@@ -141,10 +141,10 @@ def _with_lists(node: Any) -> Any:
     numbered = {_number(key): child for key, child in inside.items()}
     if inside and numbered.keys() == set(range(len(inside))):
         return [numbered[number] for number in range(len(inside))]
-    return {str(key) if type(key) is Index else key: child for key, child in inside.items()}
+    return {str(key) if type(key) is SequenceIndex else key: child for key, child in inside.items()}
 
 
 def _number(key: Any) -> int | None:
-    if type(key) is Index:
+    if type(key) is SequenceIndex:
         return int(key) if re.fullmatch(r"0|[1-9]\d{0,8}", key, re.ASCII) else None
     return key if type(key) is int else None

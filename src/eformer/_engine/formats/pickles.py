@@ -31,7 +31,7 @@ class Global:
 
 
 @dataclass(slots=True, eq=False)
-class Object:
+class PickledObject:
     """A call that a pickle asks for, with the state that it sets afterwards. The call is never made."""
 
     made_by: Global
@@ -69,8 +69,8 @@ class Machine:
         return Global(module, name)
 
     def call(self, made_by: Global, arguments: tuple[Any, ...]) -> Any:
-        """Return the value of a call: by default an `Object`."""
-        return Object(made_by, arguments)
+        """Return the value of a call: by default a `PickledObject`."""
+        return PickledObject(made_by, arguments)
 
     def persistent(self, found: Any) -> Any:
         """Return the value of a persistent id, which lies outside the pickle: by default, refuse it."""
@@ -107,7 +107,7 @@ class Machine:
 
     def build(self) -> None:
         (state,) = self.pop(1)
-        if type(self.stack[-1]) is not Object or self.stack[-1].state is not None:
+        if type(self.stack[-1]) is not PickledObject or self.stack[-1].state is not None:
             refuse("a pickle gives a state to a value that cannot have one")
         self.stack[-1].state = state
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from eformer._engine.stores.base import Change, Store, Upload, Version
 
 
-class Index(stores.Index, Protocol):
+class FormatIndex(stores.Index, Protocol):
     """The index of a place as it is before a commit."""
 
     @property
@@ -102,7 +102,7 @@ class WriteFormat(Protocol):
     def process_file(self, files: Sequence[PlannedFile], sha256: Mapping[str, str]) -> PlannedFile | None:
         """Return the file with the record of this process, if several save; None if the headers carry the record."""
 
-    def read_index(self, store: Store) -> Index: ...
+    def read_index(self, store: Store) -> FormatIndex: ...
 
     def is_committed(self, store: Store, save_id: str) -> bool:
         """Tell whether the index names a save; True if that cannot be known."""

@@ -69,7 +69,7 @@ class ArrayMaker(Protocol):
         """Make the leaf of an array from flat chunks of one dtype, which together have all elements of the shape."""
 
 
-def read(view: memoryview, arrays: ArrayMaker) -> Any:
+def _read(view: memoryview, arrays: ArrayMaker) -> Any:
     """Read the tree in a view. The view must not change meanwhile."""
     if len(view) > _CHECK_FRAMING_ABOVE and (problem := _framing_problem(view)):
         return _Reader(view, arrays).message(most=_MAX_VALUES_TO_EXPLAIN, beyond=problem)
@@ -158,7 +158,7 @@ class _Map:
         if self.key is not _NO_KEY:
             self.items[self.key] = value
             self.key = _NO_KEY
-        elif not is_key(value):
+        elif not can_be_key(value):
             raise FormatError(f"a {type(value).__name__} as the key of a map")
         elif value in self.items:
             raise FormatError(f"duplicate key {repr(value)[:80]}")
@@ -360,7 +360,7 @@ def _require_flat(shape: list[int], chunks: Sequence[Any]) -> None:
         )
 
 
-def is_key(value: Any) -> bool:
+def can_be_key(value: Any) -> bool:
     """Tell whether a value can be the key of a dict: a hashable leaf."""
     return type(value) in _KEYS or isinstance(value, np.generic)
 
@@ -368,12 +368,12 @@ def is_key(value: Any) -> bool:
 # ------------------------------------------------------ a tree whose arrays are views of the message
 
 
-def unpack(data: bytes | bytearray | memoryview) -> Any:
+def unpack_tree(data: bytes | bytearray | memoryview) -> Any:
     """Read the tree in `data`. Its arrays are views of `data` if `data` is read-only, else of a copy."""
     view = memoryview(data).cast("B")
     if not view.readonly:
         view = memoryview(bytes(view))
-    return read(view, _ViewMaker())
+    return _read(view, _ViewMaker())
 
 
 class _ViewMaker:

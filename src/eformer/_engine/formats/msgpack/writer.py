@@ -20,7 +20,7 @@ from eformer._engine.formats.msgpack.reader import (
     MAX_LENGTH,
     SCALAR,
     TUPLE,
-    is_key,
+    can_be_key,
 )
 from eformer._engine.record.dtypes import name_of_dtype, raw_pieces
 from eformer._engine.record.names import Place, steps_to
@@ -52,7 +52,7 @@ class Streamed(msgspec.Struct, frozen=True):
         return self.itemsize * math.prod(self.shape)
 
 
-def pack(tree: Any, write: Callable[[Any], Any], *, max_chunk: int, sort_keys: bool) -> None:
+def pack_tree(tree: Any, write: Callable[[Any], Any], *, max_chunk: int, sort_keys: bool) -> None:
     """Pass the message to `write` piece by piece. Large arrays are passed as views of their memory, not copied.
 
     Arrays of more than `max_chunk` bytes are split. `sort_keys` writes every dict in the order of its keys. A leaf
@@ -79,7 +79,7 @@ def can_pack(leaf: Any) -> bool:
         return True  # an extended dtype: a typed PRNG key
     try:
         sample = np.empty(0, leaf.dtype) if type(leaf) is np.ndarray or _is_jax_array(leaf) else leaf
-        pack(sample, lambda piece: None, max_chunk=MAX_LENGTH, sort_keys=False)
+        pack_tree(sample, lambda piece: None, max_chunk=MAX_LENGTH, sort_keys=False)
     except LeafError:
         return False
     return True
@@ -123,7 +123,7 @@ class _Packer:
     def dict_items(self, value: dict[Any, Any], place: Place, below_list: bool) -> Iterator[Item]:
         for key in self.ordered(value):
             here = (place, key)
-            if not is_key(key):
+            if not can_be_key(key):
                 raise LeafError(f"{_where(here)}: a key of type {type(key).__name__} cannot be stored")
             self.begin(key, here, below_list)
             yield value[key], here, below_list

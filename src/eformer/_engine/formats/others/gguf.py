@@ -50,7 +50,7 @@ _SPLIT = "split.count"
 _READ_AHEAD = 2**20  # bytes
 
 
-class Tensor(Struct, frozen=True):
+class GgufTensor(Struct, frozen=True):
     """A tensor. `kind` is ggml's number of its type; `offset` counts from the beginning of the first tensor."""
 
     name: str
@@ -98,7 +98,7 @@ def _bytes_after(file: SingleFile, end: int | None, alignment: int) -> tuple[str
     return (f"{rest} bytes after the last tensor",) if rest > 0 else ()
 
 
-def _kind_of(tensor: Tensor) -> str:
+def _kind_of(tensor: GgufTensor) -> str:
     kind = _QUANTISED.get(tensor.kind, f"kind {tensor.kind} of ggml")
     return f"{kind}{list(tensor.shape)}"
 
@@ -175,7 +175,7 @@ class _Header:
         return list(np.frombuffer(data, dtype).tolist())
 
 
-def _read_header(header: _Header) -> tuple[dict[str, Any], list[Tensor], int]:
+def _read_header(header: _Header) -> tuple[dict[str, Any], list[GgufTensor], int]:
     """Read the metadata, the tensors, and the offset of the first tensor's bytes in the file."""
     _require_version(header.number("<I"))
     tensor_count, pair_count = header.count(24), header.count(13)
@@ -202,12 +202,12 @@ def _require_version(version: int) -> None:
         )
 
 
-def _read_tensor(header: _Header) -> Tensor:
+def _read_tensor(header: _Header) -> GgufTensor:
     name, axes = header.text(), header.number("<I")
     if axes > MOST_AXES:
         raise FormatError(f"leaf {name[:200]!r} has {axes} axes, more than {MOST_AXES}")
     shape = tuple(header.number() for _ in range(axes))
-    return Tensor(name, shape[::-1], header.number("<I"), header.number())  # the fastest axis comes first
+    return GgufTensor(name, shape[::-1], header.number("<I"), header.number())  # the fastest axis comes first
 
 
 def _alignment(metadata: Mapping[str, Any]) -> int:
@@ -223,7 +223,7 @@ def _require_unique(kind: str, names: Iterable[str]) -> None:
         raise FormatError(f"it has two {kind} of the name {name[:200]!r}")
 
 
-def _require_places(file: SingleFile, tensors: Iterable[Tensor], start: int) -> int | None:
+def _require_places(file: SingleFile, tensors: Iterable[GgufTensor], start: int) -> int | None:
     """Refuse tensors that overlap or end after the file. Return the end of the last tensor; None if it is quantised,
     because its length is not known."""
     end, is_known = 0, True

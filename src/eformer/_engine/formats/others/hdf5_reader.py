@@ -43,7 +43,7 @@ def main(file_nbytes: int, seconds: int, memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     inside, outside = sys.stdin.buffer, sys.stdout.buffer
     try:
-        result = read(BinaryFile(partial(_asked, inside, outside), file_nbytes))
+        result = _read(BinaryFile(partial(_asked, inside, outside), file_nbytes))
     except _NotPlainError as error:
         result = {"odd": str(error)}
     except Exception as error:  # noqa: BLE001  for damaged files, HDF5 raises errors of many kinds
@@ -62,7 +62,7 @@ def _asked(inside: IO[bytes], outside: IO[bytes], memory: memoryview, offset: in
     return int(nbytes)
 
 
-def read(raw: io.RawIOBase) -> dict[str, Any]:
+def _read(raw: io.RawIOBase) -> dict[str, Any]:
     """Locate the datasets by path; read the attributes of the file, and the names of unknown attributes."""
     h5py: Any = import_module("h5py")
     with h5py.File(io.BufferedReader(raw, 2**16), "r") as opened:

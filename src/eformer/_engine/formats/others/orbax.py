@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.found import Foreign, Found, Place, Trees
-from eformer._engine.formats.left_out import is_checkpoint, left_out
+from eformer._engine.formats.left_out import is_eformer_checkpoint, left_out
 from eformer._engine.formats.others.flax import flatten_message
 from eformer._engine.formats.others.orbax_arrays import ChunkFiles
 from eformer._engine.formats.others.orbax_metadata import (
@@ -79,18 +79,18 @@ def by_marks(place: Place) -> Found | None:
         return _in_bucket(place.store) if _is_one_in_bucket(place) else None
     if any(name.endswith(SUFFIX) for name in place.names) and not marks(directory):
         return None
-    return in_directory(directory, place.names)
+    return in_local_directory(directory, place.names)
 
 
-def in_directory(directory: Path, names: Sequence[str]) -> Found | None:
+def in_local_directory(directory: Path, names: Sequence[str]) -> Found | None:
     """Find the Orbax checkpoint in a directory that holds these `names`, or its last step. Return None if it has
     neither."""
     checkpoint = read_checkpoint_metadata(directory)
     if tree := find_tree(directory, checkpoint.handler):
         return _Checkpoint(directory, {"": tree}, checkpoint, {}).to_found()
-    if ORBAX_CHECKPOINT not in names and (steps := steps_in(directory, names)):
+    if ORBAX_CHECKPOINT not in names and (steps := step_names_in(directory, names)):
         step = inside_run(directory, steps[-1])
-        return in_directory(step, list(LocalStore(step).kinds()))
+        return in_local_directory(step, list(LocalStore(step).kinds()))
     items = {name: item for name in names if (item := find_item(directory / name, checkpoint.item_handlers))}
     if items or ORBAX_CHECKPOINT in names or _is_json_alone(names) or holds_documents(directory):
         documents = _read_documents(directory, names, {*items, *(checkpoint.custom_metadata or {})})
@@ -192,7 +192,7 @@ def holds_documents(path: Path) -> bool:
     return all(set(store.kinds(name)) - {COMMITTED} == {JSON_FILE} for name in kinds)
 
 
-def steps_in(directory: Path, names: Sequence[str]) -> list[str]:
+def step_names_in(directory: Path, names: Sequence[str]) -> list[str]:
     """List the directories of finished steps among `names`, the last step last. Until its save has finished, a step has
     another name."""
     numbers = OF_ORBAX.numbers(names)
@@ -322,7 +322,7 @@ def _is_unread_item(path: Path) -> bool:
     """Tell whether a directory beside the trees is an item of an unknown kind, whatever the names of its files."""
     if path.name.startswith(".") or path.is_symlink() or not path.is_dir():
         return False
-    if is_checkpoint(LocalStore(path.parent), path.name):
+    if is_eformer_checkpoint(LocalStore(path.parent), path.name):
         return False
     return any(not entry.is_dir(follow_symlinks=False) for _, entry in walk(path))
 
@@ -371,7 +371,7 @@ class _CopiedTrees(Mapping[str, "TreeEntry"]):
             if self._found is None:
                 self._copy = copy_of(self._store)
                 names = sorted(path.name for path in self._copy.path.iterdir())
-                self._found = in_directory(self._copy.path, names)
+                self._found = in_local_directory(self._copy.path, names)
             if self._found is None:
                 raise NotFoundError(f"no checkpoint at {self._store.url}: its save by Orbax has not finished")
             return self._found

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from eformer._engine.formats.nested_names import Index, tree_of_paths
+from eformer._engine.formats.nested_names import SequenceIndex, tree_of_paths
 from eformer._engine.formats.others.flax import flatten_message
 from eformer._engine.record.indexes import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.record.manifest import RecordedSharding
@@ -118,7 +118,7 @@ class LeafMetadata(msgspec.Struct):
 
     @property
     def path(self) -> tuple[str, ...]:
-        return tuple(Index(key.key) if key.is_index else key.key for key in self.key_metadata)
+        return tuple(SequenceIndex(key.key) if key.is_index else key.key for key in self.key_metadata)
 
     @property
     def name(self) -> str:

@@ -90,7 +90,7 @@ _DATA = re.compile(r"(.*)\.data-\d{5}-of-\d{5}")
 _MODELS = ("saved_model.pb", "saved_model.pbtxt")
 
 
-def in_file(store: Store, name: str) -> Found | None:
+def in_other_file(store: Store, name: str) -> Found | None:
     """Find the checkpoint in a file. Return None for safetensors, recognised by its name or its first bytes."""
     if name == MANIFEST or name.endswith((SUFFIX, INDEX_SUFFIX)):
         return None

@@ -22,9 +22,9 @@ from eformer._engine.formats.left_out import left_out
 from eformer._engine.formats.nested_names import nest, split_spelled, tree_of_paths
 from eformer._engine.formats.others.flax import flatten_message
 from eformer._engine.formats.others.single_file import ArrayInFile, SingleFile, describe_file, read_file
-from eformer._engine.formats.others.torch_pickles import OtherTensor, Pickled, Storage, Tensor, unpickle
+from eformer._engine.formats.others.torch_pickles import OtherTensor, Pickled, Storage, TorchTensor, unpickle
 from eformer._engine.formats.others.zip_members import IS_ENCRYPTED, Span, find_damages, locate_members
-from eformer._engine.formats.pickles import Object
+from eformer._engine.formats.pickles import PickledObject
 from eformer._engine.formats.quantized import quantization_of
 from eformer._engine.formats.safetensors.read import weight_map
 from eformer._engine.record.dtypes import dtype_from_name
@@ -198,7 +198,7 @@ def _describe(file: SingleFile, tree: Any, places: Mapping[str, Span], unknown: 
             "dequantize() of a tensor"
         )
     structure, leaves = flatten_message(nested)
-    tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
+    tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, TorchTensor)}
     _require_bounded(file, tensors)
     arrays = _arrays(file, tensors, places)
     users = {tensor.storage.key: name for name, tensor in reversed(tensors.items())}
@@ -219,7 +219,7 @@ def _describe(file: SingleFile, tree: Any, places: Mapping[str, Span], unknown: 
     )
 
 
-def without_objects(node: Any, objects: dict[str, Any], name: str = "", *, tensor: type = Tensor) -> Any:
+def without_objects(node: Any, objects: dict[str, Any], name: str = "", *, tensor: type = TorchTensor) -> Any:
     """Return the tree without objects and unknown tensors, which are added to `objects` by name, and with nested dicts
     for the dotted names of tensors. `tensor` is the class of known tensors.
 
@@ -247,11 +247,13 @@ _LEFT_OUT = object()
 
 def describe_object(found: Any) -> str:
     """Name the class of an object that is left out."""
-    return str(found.made_by) if isinstance(found, Object) else type(found).__name__
+    return str(found.made_by) if isinstance(found, PickledObject) else type(found).__name__
 
 
 def _is_plain(node: Any) -> bool:
-    return not isinstance(node, (Object, OtherTensor, Storage, Tensor)) and is_recorded(value_to_json(node))
+    return not isinstance(node, (PickledObject, OtherTensor, Storage, TorchTensor)) and is_recorded(
+        value_to_json(node)
+    )
 
 
 def _split_names(tensors: dict[Any, Any]) -> dict[Any, Any]:
@@ -264,7 +266,7 @@ def _split_names(tensors: dict[Any, Any]) -> dict[Any, Any]:
         return tensors
 
 
-def _require_bounded(file: SingleFile, tensors: Mapping[str, Tensor]) -> None:
+def _require_bounded(file: SingleFile, tensors: Mapping[str, TorchTensor]) -> None:
     """Refuse tensors that together are far larger than the file: views of a few elements could fill the memory."""
     total = sum(tensor.nbytes for tensor in tensors.values())
     if total > file.nbytes * _MAX_EXPANSION:
@@ -274,7 +276,7 @@ def _require_bounded(file: SingleFile, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _arrays(
-    file: SingleFile, tensors: Mapping[str, Tensor], places: Mapping[str, Span]
+    file: SingleFile, tensors: Mapping[str, TorchTensor], places: Mapping[str, Span]
 ) -> dict[str, ArrayInFile]:
     """Describe the arrays. A tensor with unusual strides, or that shares elements, becomes a virtual file."""
     starts = {name: start_of(file, name, tensor, places) for name, tensor in tensors.items()}
@@ -293,7 +295,7 @@ def _arrays(
     return arrays
 
 
-def start_of(file: SingleFile, name: str, tensor: Tensor, places: Mapping[str, Span]) -> int:
+def start_of(file: SingleFile, name: str, tensor: TorchTensor, places: Mapping[str, Span]) -> int:
     """Return the offset of a tensor's first element in the file; 0 for a tensor without elements."""
     if not tensor.size:
         return 0
@@ -313,7 +315,7 @@ class TensorView(Struct, frozen=True):
 
     name: str
     start: int
-    tensor: Tensor
+    tensor: TorchTensor
 
     @property
     def nbytes(self) -> int:
@@ -338,7 +340,7 @@ class TensorView(Struct, frozen=True):
 # ---------------------------------------------------------------------------- models of Hugging Face
 
 
-def by_files(place: Place) -> Found | None:
+def by_model_files(place: Place) -> Found | None:
     """Find the model of a directory in files of PyTorch."""
     store = place.store
     if INDEX in place.names:

@@ -20,8 +20,8 @@ from eformer._engine.formats.others.torch import (
     start_of,
     without_objects,
 )
-from eformer._engine.formats.others.torch_pickles import Tensor, unpickle
-from eformer._engine.formats.pickles import Object, PickledDict
+from eformer._engine.formats.others.torch_pickles import TorchTensor, unpickle
+from eformer._engine.formats.pickles import PickledDict, PickledObject
 from eformer._engine.formats.quantized import quantization_of
 from eformer._engine.record.manifest import (
     Coding,
@@ -116,7 +116,7 @@ def _parse(data: bytes) -> tuple[list[_Tensor | _Value], dict[str, Any], dict[An
 
 
 def _item(name: Any, item: Any) -> _Tensor | _Value:
-    if isinstance(item, Object) and item.made_by.name == "BytesStorageMetadata":
+    if isinstance(item, PickledObject) and item.made_by.name == "BytesStorageMetadata":
         return _Value(_text(name))
     fields = _fields_of(item, "TensorStorageMetadata")
     chunks = [_fields_of(chunk, "ChunkStorageMetadata") for chunk in fields.get("chunks") or ()]
@@ -126,7 +126,7 @@ def _item(name: Any, item: Any) -> _Tensor | _Value:
 
 def _fields_of(found: Any, name: str) -> dict[Any, Any]:
     """Return the fields of an object of this class of PyTorch, from its state."""
-    if not isinstance(found, Object) or found.made_by.name != name:
+    if not isinstance(found, PickledObject) or found.made_by.name != name:
         raise FormatError(f"expected a {name} of PyTorch, found {_described(found)}")
     return _dict(found.state)
 
@@ -241,7 +241,7 @@ class _Reader:
     def extent(self, item: _Tensor, start: _Counts, shape: _Counts) -> tuple[str, Extent | None]:
         """Return the dtype and the extent of a chunk. A chunk without elements has no extent."""
         number, part, tensor, places = self.open(item.name, start)
-        if not isinstance(tensor, Tensor) or tensor.shape != shape or len(start) != len(item.shape):
+        if not isinstance(tensor, TorchTensor) or tensor.shape != shape or len(start) != len(item.shape):
             raise FormatError(
                 f"leaf {item.name[:200]!r}: the chunk at {list(start)} is not a tensor {list(shape)}"
             )

@@ -1,6 +1,6 @@
 """Read the pickles of PyTorch as data: containers, plain values and tensors, which name the storages of their elements.
 
-Nothing is imported or called. Any other value stays an `Object`, and is left out of the tree.
+Nothing is imported or called. Any other value stays an `PickledObject`, and is left out of the tree.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from eformer._engine.formats.pickles import (
     Actions,
     Global,
     Machine,
-    Object,
     PickledDict,
     PickledFrozenSet,
+    PickledObject,
     PickledSet,
     refuse,
     run,
@@ -65,7 +65,7 @@ class Storage(Struct, frozen=True):
         return self.size * dtype_from_name(self.dtype).itemsize if self.dtype else 0
 
 
-class Tensor(Struct, frozen=True):
+class TorchTensor(Struct, frozen=True):
     """A view of a storage. Offset and strides count elements of `dtype`.
 
     `is_conjugated` and `is_negated` mark views whose elements are stored as before `conj()` or negation.
@@ -127,7 +127,7 @@ class _Machine(Machine):
     def persistent(self, found: Any) -> Any:
         """Return the storage of a persistent id. For other ids, such as the source of a module, return an object."""
         if type(found) is not tuple or len(found) < 5 or found[0] != "storage":
-            return Object(Global("torch", "persistent id"), ())
+            return PickledObject(Global("torch", "persistent id"), ())
         _, kind, key, _, size, *view = found
         if type(kind) is not Global or type(key) is not str or not _is_count(size):
             refuse("a storage of a pickle is invalid")
@@ -139,13 +139,13 @@ class _Machine(Machine):
         return self.storages.setdefault(key, Storage(key, kind.name, size))
 
     def extend(self, kind: type[list[Any]], items: list[Any]) -> None:
-        if type(self.stack[-1]) is not Object:  # the items of an object are left out with the object
+        if type(self.stack[-1]) is not PickledObject:  # the items of an object are left out with the object
             Machine.extend(self, kind, items)
 
     def build(self) -> None:
         """Keep the states of objects. States of containers and parameters, such as versions of modules, are ignored."""
         (state,) = self.pop(1)
-        if type(self.stack[-1]) is Object:
+        if type(self.stack[-1]) is PickledObject:
             self.stack[-1].state = state
 
 
@@ -155,7 +155,7 @@ def _called(made_by: Global, arguments: tuple[Any, ...]) -> Any:
     if make is not None:
         return make(arguments)
     is_tensor = made_by.module.startswith("torch") and made_by.name.startswith("_rebuild_")
-    return OtherTensor(str(made_by)) if is_tensor else Object(made_by, arguments)
+    return OtherTensor(str(made_by)) if is_tensor else PickledObject(made_by, arguments)
 
 
 def _is_count(value: Any) -> bool:
@@ -178,7 +178,7 @@ def _tensor(arguments: tuple[Any, ...]) -> Any:
     is_shape = type(shape) is tuple and type(strides) is tuple and len(shape) == len(strides) <= MOST_AXES
     if not is_shape or not all(map(_is_count, (offset, *shape, *strides))):
         refuse("a tensor of a pickle has an invalid shape")
-    found = Tensor(storage, offset, shape, strides, dtype, "conj" in marks, "neg" in marks)
+    found = TorchTensor(storage, offset, shape, strides, dtype, "conj" in marks, "neg" in marks)
     if (offset + found.extent) * found.itemsize > storage.nbytes and found.size:
         refuse(
             f"a tensor {dtype}{list(shape)} ends after element {offset + found.extent} of its storage "
@@ -272,7 +272,7 @@ for _module in ("builtins", "__builtin__"):
     _CALLS[f"{_module}:bytes"] = _bytes
     _CALLS[f"{_module}:dict"] = _dict
     _CALLS[f"{_module}:complex"] = _complex
-    _CALLS[f"{_module}:bytearray"] = lambda arguments: Object(_BYTEARRAY, ())
+    _CALLS[f"{_module}:bytearray"] = lambda arguments: PickledObject(_BYTEARRAY, ())
 
 # The opcodes of protocol 2, which PyTorch writes, and of protocol 4.
 _TORCH: Actions = {
@@ -283,7 +283,7 @@ _TORCH: Actions = {
     "BINPERSID": lambda m, _: m.push(m.persistent(*m.pop(1))),
     "BINSTRING": Machine.push,
     "SHORT_BINSTRING": Machine.push,
-    "BYTEARRAY8": lambda m, _: m.push(Object(_BYTEARRAY, ())),
+    "BYTEARRAY8": lambda m, _: m.push(PickledObject(_BYTEARRAY, ())),
 }
 
 
@@ -338,7 +338,11 @@ def _size(found: Any, kind: type) -> int:
 
 def _named(found: Global) -> Any:
     """Return a dtype as text, as PyTorch prints it. Any other class or function is an object, and left out."""
-    return f"torch.{found.name}" if found.module == "torch" and found.name in _DTYPES else Object(found, ())
+    return (
+        f"torch.{found.name}"
+        if found.module == "torch" and found.name in _DTYPES
+        else PickledObject(found, ())
+    )
 
 
 def _key(found: Any) -> Any:

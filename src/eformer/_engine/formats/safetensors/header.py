@@ -199,7 +199,7 @@ def _check_tiling(tensors: Mapping[str, Tensor], nbytes: int, origin: str) -> No
             raise FormatError(
                 f"{origin}: tensor {name[:200]!r} has {len(found.shape)} axes, more than {MOST_AXES}"
             )
-        bits = math.prod(found.shape) * bits_of(found, name, origin)
+        bits = math.prod(found.shape) * element_bits(found, name, origin)
         if min(found.shape, default=0) < 0 or bits != 8 * (stop - start):
             raise FormatError(
                 f"{origin}: tensor {name[:200]!r} of {found.dtype}{list(found.shape)} cannot have {stop - start} bytes"
@@ -209,7 +209,7 @@ def _check_tiling(tensors: Mapping[str, Tensor], nbytes: int, origin: str) -> No
         raise FormatError(f"{origin}: its tensors take {end} bytes, but {nbytes} bytes follow the header")
 
 
-def bits_of(found: Tensor, name: str, origin: str) -> int:
+def element_bits(found: Tensor, name: str, origin: str) -> int:
     if found.dtype == "F4":
         return 4
     if found.dtype not in _TAGS:

@@ -80,7 +80,7 @@ def box_name(tensor: str, box: Box | None) -> str:
 # The metadata of a data file names its save: leftovers of a dead save differ from files of other programs by that.
 
 
-def marks(save_id: str, base: str) -> dict[str, str]:
+def file_metadata(save_id: str, base: str) -> dict[str, str]:
     """Return the metadata of a data file. transformers requires `format`, the framework whose layout tensors follow."""
     return {"format": "pt", "eformer": f"{save_id} {base}"}
 

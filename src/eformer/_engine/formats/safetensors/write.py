@@ -23,9 +23,9 @@ from eformer._engine.formats.safetensors.names import (
     PRIVATE,
     SUFFIX,
     base_name,
+    file_metadata,
     is_leftover,
     is_marked,
-    marks,
     plain_names,
     renumbered,
     unique_names,
@@ -96,7 +96,7 @@ class SafetensorsDirectory(_Safetensors):
         return files
 
     def header(self, file: PlannedFile, sha256: Mapping[str, str]) -> bytes:
-        metadata = marks(self.save_id, base_name(self.prefix))
+        metadata = file_metadata(self.save_id, base_name(self.prefix))
         if self.several:
             metadata[CARRIED] = process_record([file], sha256).to_json().decode()
         return header_of(file, self.tensors, metadata)

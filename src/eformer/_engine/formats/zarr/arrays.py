@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 from eformer._engine.formats.write_format import ManifestIndex, is_committed, other_format
-from eformer._engine.formats.zarr.layout import own_nbytes, plan_arrays
+from eformer._engine.formats.zarr.layout import plan_arrays
 from eformer._engine.formats.zarr.read import array_at, discover, read_index, structure_of
 from eformer._engine.record.indexes import FORMAT, INDEX, MANIFEST, ORBAX_TREE, Index, Listed
 from eformer._engine.record.manifest import CommitLog, Manifest, TreeEntry
@@ -69,7 +69,8 @@ class ZarrArrays:
         have none."""
         return f"{self.base}.ocdbt.{self.save_id}" if self.options.ocdbt else f"{self.base}.{self.save_id}"
 
-    own_nbytes = staticmethod(own_nbytes)
+    def own_nbytes(self, source: Source) -> int:
+        return source.itemsize * sum(box.size for box in source.own_regions)
 
     def begin(self, store: Store, token: str = "", *, is_first: bool = False) -> Upload:
         directory = on_disk(store)

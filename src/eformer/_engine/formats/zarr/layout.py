@@ -107,11 +107,6 @@ def array_path(leaf: str) -> str:
     return "/".join(name_to_path(leaf))
 
 
-def own_nbytes(source: Source) -> int:
-    """Return the number of bytes of a leaf that this process writes, before compression."""
-    return source.itemsize * sum(box.size for box in source.own_regions)
-
-
 # ------------------------------------------------------- descriptions and chunks of arrays of zarr 2
 
 

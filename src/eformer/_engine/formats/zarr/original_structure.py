@@ -21,9 +21,9 @@ from eformer._engine.formats.pickles import (
     ACTIONS,
     Global,
     Machine,
-    Object,
     PickledDict,
     PickledFrozenSet,
+    PickledObject,
     PickledSet,
     refuse,
     run,
@@ -60,7 +60,7 @@ class OriginalStructure:
     extras: dict[str, Any]
 
 
-def parse_structure(data: bytes, origin: str) -> OriginalStructure:
+def parse_original_structure(data: bytes, origin: str) -> OriginalStructure:
     """Parse the contents of the file `origin`. Raise a FormatError that names the file if they are invalid."""
     try:
         file = parse_lenient(data, _File, "damaged, or not the structure of a tree")
@@ -111,7 +111,9 @@ def _parse_leaves(file: _File, plain: PlainDecoder) -> Iterator[_Leaf]:
         if is_array:
             yield _Leaf(key, path=_require_inside(next(paths)))
         else:
-            yield _Leaf(key, value=value_to_json(plain.decode(unpickle(file.nonarray_payload[str(index)]))))
+            yield _Leaf(
+                key, value=value_to_json(plain.decode(decode_pickle(file.nonarray_payload[str(index)])))
+            )
 
 
 def _require_consistent(file: _File) -> None:
@@ -159,8 +161,8 @@ class _Machine(Machine):
         return found
 
 
-def unpickle(encoded: str) -> Any:
-    """Read a pickle in base64 into plain values, `Global`s and `Object`s. Nothing is imported or called."""
+def decode_pickle(encoded: str) -> Any:
+    """Read a pickle in base64 into plain values, `Global`s and `PickledObject`s. Nothing is imported or called."""
     data = base64.b64decode(encoded, validate=True)
     value, end = run(_Machine(), data, ACTIONS, _HINT)
     if end != len(data):
@@ -201,7 +203,7 @@ class PlainDecoder:
             return found
         if kind in _CONTAINERS:
             return _CONTAINERS[kind]([self.decode(item, depth + 1) for item in found])
-        if kind is Object and str(found.made_by) == _COMPLEX:
+        if kind is PickledObject and str(found.made_by) == _COMPLEX:
             return complex(*self.decode(found.arguments, depth + 1))
         raise NotPlainError(found if kind is Global else found.made_by)
 
@@ -236,11 +238,11 @@ class Node:
 
 def parse_treedef(encoded: str) -> Node:
     """Parse a pickled tree definition in base64, and return its root. Nothing in it is run or imported."""
-    return _assemble(_node_list(unpickle(encoded)))
+    return _assemble(_node_list(decode_pickle(encoded)))
 
 
 def _node_list(treedef: Any) -> list[Any]:
-    if type(treedef) is not Object:
+    if type(treedef) is not PickledObject:
         refuse("treedef_b64 holds no tree definition")
     if not treedef.made_by.module.startswith("jaxlib.") or treedef.made_by.name != "PyTreeDef":
         raise NotPlainError(treedef.made_by)
@@ -490,5 +492,7 @@ def _prototype(name: str) -> tuple[list[str], Any]:
 
 def _is_empty_instance(found: Any, kind: type) -> bool:
     """Tell whether a pickle makes an instance of this class without arguments and state."""
-    is_of_kind = type(found) is Object and str(found.made_by) == f"{kind.__module__}:{kind.__qualname__}"
+    is_of_kind = (
+        type(found) is PickledObject and str(found.made_by) == f"{kind.__module__}:{kind.__qualname__}"
+    )
     return is_of_kind and not found.arguments and found.state is None

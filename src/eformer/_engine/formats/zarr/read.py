@@ -15,7 +15,7 @@ from eformer._engine.formats.left_out import MOST_DEPTH, left_out
 from eformer._engine.formats.nested_names import nest, parts_of_path
 from eformer._engine.formats.process_records import joined_trees
 from eformer._engine.formats.zarr.layout import chunks_of, count_chunks
-from eformer._engine.formats.zarr.original_structure import OriginalStructure, parse_structure
+from eformer._engine.formats.zarr.original_structure import OriginalStructure, parse_original_structure
 from eformer._engine.record.digests import check_own_digest, has_own_digest
 from eformer._engine.record.indexes import FORMAT, INDEX, ORBAX_CHECKPOINT, ORBAX_TREE, Index, Listed
 from eformer._engine.record.manifest import (
@@ -120,7 +120,7 @@ def structure_of(store: Store, prefix: str) -> OriginalStructure | None:
     if not prefix or not is_inside(name) or "/" in name or not store.exists(name):
         return None
     try:
-        found = parse_structure(read_whole(store, name)[0], store.path_to(name))
+        found = parse_original_structure(read_whole(store, name)[0], store.path_to(name))
     except FormatError as error:
         raise StructureError(str(error)) from error
     if found.prefix != prefix:
