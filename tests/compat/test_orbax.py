@@ -191,7 +191,7 @@ def test_a_leaf_that_leads_out_of_the_directory_is_refused(copy, key):
 @pytest.mark.parametrize(
     ("leaves", "problem"),
     [
-        ([[("step", False)], [("step", False)]], "'step' twice"),
+        ([[("step", False)], [("step", False)]], "'step' is listed twice"),
         ([[("opt.0.count", False)], [("opt", False), ("0", True), ("count", False)]], "are both the array"),
         ([[("step", False)], [("step", False), ("x", False)]], "inside another|no such array"),
         ([[("x", False)] * 200], "deep|no such array"),

@@ -30,17 +30,18 @@ CARRIED = "part"  # the name of a record in the metadata of a safetensors file
 
 def joined_trees(
     store: Store,
-    ours: Mapping[str, TreeEntry],
-    others: Mapping[str, Callable[[], TreeEntry]] | None = None,
+    recorded: Mapping[str, TreeEntry],
+    described: Mapping[str, Callable[[], TreeEntry]] | None = None,
     also: Mapping[str, Callable[[], TreeEntry]] | None = None,
 ) -> Mapping[str, TreeEntry]:
-    """Return trees by prefix. The records of a tree that several processes wrote are read on first use."""
-    if not others and not any(tree.parts for tree in ours.values()):
-        return ours
-    parts = {prefix: partial(_joined, store, tree) for prefix, tree in ours.items() if tree.parts}
-    listed = {prefix: partial(_listed, store, tree) for prefix, tree in ours.items() if tree.parts}
-    whole = {prefix: tree for prefix, tree in ours.items() if prefix not in parts}
-    return Trees(whole, {**parts, **(others or {})}, also or {}, listed)
+    """Return trees by prefix: the trees that a manifest has `recorded`, and trees to be `described` on first use. If
+    several processes wrote a recorded tree, their records are read on first use, too."""
+    if not described and not any(tree.parts for tree in recorded.values()):
+        return recorded
+    parts = {prefix: partial(_joined, store, tree) for prefix, tree in recorded.items() if tree.parts}
+    listed = {prefix: partial(_listed, store, tree) for prefix, tree in recorded.items() if tree.parts}
+    whole = {prefix: tree for prefix, tree in recorded.items() if prefix not in parts}
+    return Trees(whole, {**parts, **(described or {})}, also or {}, listed)
 
 
 def _joined(store: Store, tree: TreeEntry) -> TreeEntry:

@@ -37,7 +37,7 @@ _DECLARATIONS = ("quantization_config", "compression_config", "quantization")
 # A declaration has a value in one of these: codecs have a "quantization" of audio, and a cache alone may be quantised.
 _METHODS = ("quant_method", "quant_algo", "qformat_weight", "method")
 _SIGNS = (*_METHODS, "bits", "w_bit", "load_in_4bit", "load_in_8bit", "format", "config_groups", "quant_type")
-_MOST_LEVELS = 8  # of configurations inside of others, such as "text_config"
+_MOST_LEVELS = 8  # of configurations inside configurations, such as "text_config"
 
 # Dtypes that no method packs weights into.
 _PLAIN = frozenset(["float16", "bfloat16", "float32", "float64", "complex64", "complex128", "bool", "int64"])
@@ -118,7 +118,7 @@ def quantization_of(
     suspects = _suspects(tree.leaves)
     weights = [name for name, entry in suspects.items() if _can_be_weight(name, entry)]
     integers = _packed_in(tree)
-    spelled = _spelled(*(one for one in beside if one is not tree), tree) if suspects else {}
+    spelled = _spelled(*(other for other in beside if other is not tree), tree) if suspects else {}
     scales = _scales_of(suspects, spelled)
     if not scales and not weights and not integers:
         return None
@@ -213,9 +213,9 @@ def _is_scale(name: str, spelled: Collection[str]) -> bool:
 
 def _candidates(name: str, dtype: str, *, is_declared: bool) -> Iterator[str]:
     itemsize = dtype_from_name(dtype).itemsize
-    for end, others, sizes in _PARTNERS:
+    for end, ends_of_scales, sizes in _PARTNERS:
         if name.endswith(end) and itemsize in sizes:
-            yield from (name.removesuffix(end) + other for other in others)
+            yield from (name.removesuffix(end) + scale for scale in ends_of_scales)
     yield from (name + end for end in _STATES)
     if is_declared or (itemsize == 1 and dtype not in _OF_BUFFERS):
         yield from (name + end for end in _ANY_PARTNERS)

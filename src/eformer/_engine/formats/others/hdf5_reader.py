@@ -45,7 +45,7 @@ def main(file_nbytes: int, seconds: int, memory: int) -> None:
     try:
         result = _read(BinaryFile(partial(_asked, inside, outside), file_nbytes))
     except _NotPlainError as error:
-        result = {"odd": str(error)}
+        result = {"refused": str(error)}
     except Exception as error:  # noqa: BLE001  for damaged files, HDF5 raises errors of many kinds
         result = {"damaged": str(error)[:300]}
     data = json.dumps(result).encode()
@@ -67,9 +67,9 @@ def _read(raw: io.RawIOBase) -> dict[str, Any]:
     h5py: Any = import_module("h5py")
     with h5py.File(io.BufferedReader(raw, 2**16), "r") as opened:
         found = dict(_walk(h5py, opened))
-        datasets = {path: each for path, each in found.items() if isinstance(each, h5py.Dataset)}
+        datasets = {path: item for path, item in found.items() if isinstance(item, h5py.Dataset)}
         return {
-            "places": {path: _place(h5py, path, each) for path, each in datasets.items()},
+            "places": {path: _place(h5py, path, dataset) for path, dataset in datasets.items()},
             "attributes": _attributes(h5py, opened),
             "unknown": list(_unknown_attributes(opened, found)),
         }
@@ -141,8 +141,8 @@ def _unknown_attributes(opened: Any, found: Mapping[str, Any]) -> Iterator[str]:
     for name in opened.attrs:
         if name not in _ATTRIBUTES and not _KNOWN.fullmatch(name):
             yield f"attribute {name} of the file"
-    for path, each in found.items():
-        yield from (f"attribute {name} of {path}" for name in each.attrs if not _KNOWN.fullmatch(name))
+    for path, item in found.items():
+        yield from (f"attribute {name} of {path}" for name in item.attrs if not _KNOWN.fullmatch(name))
 
 
 def _attributes(h5py: Any, opened: Any) -> dict[str, Any]:

@@ -125,8 +125,8 @@ def read_hdf5(file: SingleFile) -> tuple[dict[str, ArrayInFile], dict[str, Any],
     require_extra("h5py", "h5", "files of Keras need")
     with _started(file.nbytes) as process:
         result = _served(file, process)
-    if odd := result.get("odd"):
-        raise FormatError(f"{file.path} has an object that eformer does not read: {odd}")
+    if refused := result.get("refused"):
+        raise FormatError(f"{file.path} has an object that eformer does not read: {refused}")
     if "damaged" in result:
         raise FormatError(f"{file.path} is an HDF5 file that cannot be read: {result['damaged']}")
     places = result["places"].items()

@@ -362,7 +362,7 @@ def _open_shard(store: Store, name: str) -> Found:
 
 def _in_shards(store: Store, there: Sequence[str]) -> Found:
     """Join the shards that an index lists. Each tensor must be in the file that the index names, and in no other."""
-    weights, version = weight_map(store, INDEX, "a model")
+    weights, version = weight_map(store, INDEX)
     where = store.path_to(INDEX)
     names = sorted(set(weights.values()))
     if not names:

@@ -168,11 +168,11 @@ def _refuse_duplicates(text: bytes, origin: str) -> None:
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{origin} has no valid safetensors header: {error}") from error
     for name in sorted(entries.duplicates()):
-        what = f"two {_METADATA}" if name == _METADATA else f"two tensors of the name {name[:200]!r}"
-        raise FormatError(f"{origin} has {what}")
+        twice = f"two {_METADATA}" if name == _METADATA else f"two tensors of the name {name[:200]!r}"
+        raise FormatError(f"{origin} has {twice}")
     for name, found in entries:
-        if name != _METADATA and (twice := found.duplicates() & set(_FIELDS)):
-            raise FormatError(f"{origin}: tensor {name[:200]!r} has the field {min(twice)!r} twice")
+        if name != _METADATA and (repeated := found.duplicates() & set(_FIELDS)):
+            raise FormatError(f"{origin}: tensor {name[:200]!r} has the field {min(repeated)!r} twice")
 
 
 class _Pairs(list[tuple[str, Any]]):

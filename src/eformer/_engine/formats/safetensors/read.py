@@ -193,8 +193,8 @@ def find_file(store: Store, name: str, link: tuple[Store, str] | None = None) ->
     whole = _in_checkpoint(store, name, header) or next(by_shard, None)
     if whole:
         return whole
-    others = partial(other_shards, *places[0])
-    return _foreign(path, store, {"": {name: header}}, [place for place, _ in places], others)
+    unread = partial(other_shards, *places[0])
+    return _foreign(path, store, {"": {name: header}}, [place for place, _ in places], unread)
 
 
 def _in_checkpoint(store: Store, name: str, header: Header) -> Found | None:
@@ -335,10 +335,10 @@ def index_of_shard(store: Store, name: str) -> str | None:
     return None
 
 
-def weight_map(store: Store, index: str, what: str = "safetensors files") -> tuple[dict[str, str], Version]:
+def weight_map(store: Store, index: str) -> tuple[dict[str, str], Version]:
     """Read the index of a model in several files: the file of each tensor, and the version of the index."""
     data, entry = read_whole(store, index)
-    found = parse_json(data, _Index, f"{store.path_to(index)} is not an index of {what}")
+    found = parse_json(data, _Index, f"{store.path_to(index)} is not an index of a model's files")
     return found.weight_map, entry.version
 
 

@@ -261,8 +261,8 @@ class SafetensorsFile(_Safetensors):
 
     def layout(self, groups: Sequence[Sequence[Source]], sha256: Mapping[str, str]) -> list[PlannedFile]:
         sources = [source for group in groups for source in group]
-        file, *others = plan_files(sources, self.tensors, 2**63, self.tree.block) or [PlannedFile("", [], 0)]
-        if others:
+        file, *more = plan_files(sources, self.tensors, 2**63, self.tree.block) or [PlannedFile("", [], 0)]
+        if more:
             raise FormatError(
                 f"{self.index_name}: the tree has too many leaves for the header of one file; save to a directory"
             )
@@ -307,10 +307,10 @@ class SafetensorsFile(_Safetensors):
         if found.path != path:
             there = "" if found.path.endswith(INDEX_SUFFIX) else "there, or "
             raise ValueError(f"{path} belongs to the checkpoint {found.path}; save {there}to another file")
-        others = set(found.trees) - {self.prefix}
-        if others and found.manifest.format not in FOREIGN:
+        lost = set(found.trees) - {self.prefix}
+        if lost and found.manifest.format not in FOREIGN:
             raise ValueError(
-                f"{path} holds the tree {sorted(others)}, and one file holds one tree; save to a directory to keep "
+                f"{path} holds the tree {sorted(lost)}, and one file holds one tree; save to a directory to keep "
                 "several"
             )
         if found.manifest.format in FOREIGN and not is_marked(found.tree(None).raw_metadata):

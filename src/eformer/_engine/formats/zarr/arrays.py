@@ -194,7 +194,7 @@ class _ArraysIndex(ManifestIndex):
         without a prefix begins an empty index."""
         is_beside = self.format.has_index and self.format.prefix
         listed = discover(store) if is_beside else ()
-        found = [one for one in listed if (there := array_at(store, one.path)) and not there.eformer]
+        found = [array for array in listed if (there := array_at(store, array.path)) and not there.eformer]
         for array in found:
             if not is_text(array.path):
                 raise FormatError(
@@ -207,15 +207,13 @@ class _ArraysIndex(ManifestIndex):
         """Choose plain names for a first save, else a directory with the save's id: a name that an index ever used is
         not used again."""
         fmt, contents = self.format, upload.names()
-        if not fmt.has_index and on_disk(store) is None:
-            self._require_unused(store)
-            return "", {}
-        if on_disk(store) is not None:
-            self._require_listed(contents, store)
+        if on_disk(store) is None:  # objects cannot be renamed
+            if not fmt.has_index:
+                self._require_unused(store)
+            return (fmt.root, {"": fmt.root}) if fmt.has_index and contents else ("", {})
+        self._require_listed(contents, store)
         if not contents:
             return "", {}
-        if on_disk(store) is None:
-            return fmt.root, {"": fmt.root}
         there = store.kinds().keys()
         is_first = fmt.prefix not in index.listed()
         if is_first and not fmt.prefix and not fmt.options.ocdbt and there.isdisjoint(contents):

@@ -93,7 +93,7 @@ def _plan(source: Source, compression: str | None, limit: int, block: int, mark:
     chunks = []
     # `chunk_shape` makes sure that no chunk reaches over the end of a box of this process.
     boxes = source.own_regions if math.prod(source.shape) else ()
-    for name, box in (each for own in boxes for each in chunks_in(own, source.shape, chunk)):
+    for name, box in (found for own in boxes for found in chunks_in(own, source.shape, chunk)):
         nbytes = itemsize * box.size
         pieces = 1 if coding else len(no_digests(box.shape, nbytes, itemsize, block))
         part = None if box.shape == source.shape else box

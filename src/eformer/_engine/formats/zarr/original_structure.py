@@ -423,11 +423,11 @@ class _Translator:
     def child_names(self, node: Node, original_keys: _Path, known: Sequence[str]) -> list[str]:
         """Return the names of the children by leaf_keys_full. Children without leaves are named by their class or
         position."""
-        others = known if len(known) == len(node.children) else range(len(node.children))
+        usual = known if len(known) == len(node.children) else range(len(node.children))
         above = ".".join((*filter(None, [self.prefix]), *original_keys, "")) if node.leaves else ""
         names = [
-            self.next_part(child, above) if child.leaves else str(other)
-            for child, other in zip(node.children, others, strict=True)
+            self.next_part(child, above) if child.leaves else str(name)
+            for child, name in zip(node.children, usual, strict=True)
         ]
         if len(set(names)) < len(names):
             refuse(f"two children have the same name, below {above[:200]!r}")

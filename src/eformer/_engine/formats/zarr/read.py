@@ -59,17 +59,19 @@ def by_index(place: Place) -> Found | None:
         return None
     manifest = index.manifest(store.path_to(INDEX))
     versions = {INDEX: version}
-    others = {prefix: listed for prefix, listed in index.listed().items() if prefix not in manifest.trees}
+    foreign_trees = {p: listed for p, listed in index.listed().items() if p not in manifest.trees}
     describe = {
-        prefix: partial(_listed_tree, store, prefix, arrays, versions) for prefix, arrays in others.items()
+        prefix: partial(_listed_tree, store, prefix, arrays, versions)
+        for prefix, arrays in foreign_trees.items()
     }
     also = {}
-    if list(others) == [""]:  # version 1.0 of the original had directories in place of prefixes
-        also = _directories(store, others[""], versions)
+    if list(foreign_trees) == [""]:  # version 1.0 of the original had directories in place of prefixes
+        also = _directories(store, foreign_trees[""], versions)
     if not index.is_ours:
         manifest = Manifest(format=FOREIGN)
     trees = joined_trees(store, manifest.trees, describe, also)
-    unread = partial(left_out, store, {array.path for arrays in others.values() for array in arrays})
+    read = {array.path for arrays in foreign_trees.values() for array in arrays}
+    unread = partial(left_out, store, read)
     foreign = Foreign() if index.is_ours else Foreign(find_left_out=unread)
     marks = partial(_damaged_marks, store, manifest)
     return Found(store.url, store, manifest, trees, versions=versions, foreign=foreign, check_beside=marks)
