@@ -33,9 +33,8 @@ if TYPE_CHECKING:
 
 _CACHE_BYTES = 2**25
 _MOST_FILLED = 2**36  # bytes of arrays that may consist of fill values alone
-_MOST_UNSEEN = (
-    2**28
-)  # bytes of arrays that store all chunks, up to which they are not compared with the files
+# Up to so many bytes, arrays that store all chunks are not compared with the lengths of the files.
+_MOST_UNSEEN = 2**28
 _MOST_CHUNKS = 2**22  # chunks that may consist of fill values alone
 _MAX_CHUNKS = 2**16  # chunks of one array; beyond that, neighbours are read together
 _FILL_MISSING = "fill_missing_data_reads"

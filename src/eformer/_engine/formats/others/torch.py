@@ -121,9 +121,8 @@ def in_stream(file: SingleFile, first: bytes) -> Found | None:
         return None
     at = 0
     pickles: list[Pickled] = []
-    for _ in range(
-        5
-    ):  # a magic number, a version, facts of the machine, the tree, and the keys of its storages
+    # A magic number, a version, facts of the machine, the tree, and the keys of its storages.
+    for _ in range(5):
         pickles.append(_unpickle(file, at, file.nbytes - at))
         at += pickles[-1].nbytes
     magic, protocol, facts, tree, keys = (pickled.value for pickled in pickles)

@@ -56,9 +56,8 @@ def in_file(store: Store, name: str) -> Found:
         return in_directory(store)
     if name.endswith(INDEX_SUFFIX):
         return _find_by_index(store, name)
-    return find_file(
-        *resolved(store, name), (store, name)
-    )  # the caller named the link, so it may lead anywhere
+    # The caller named the file, so it may be a link that leads anywhere.
+    return find_file(*resolved(store, name), (store, name))
 
 
 def by_base_name(store: Store, base: str) -> Found | None:

@@ -144,9 +144,8 @@ class _Index(ManifestIndex):
     prefix: str
 
     def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
-        if on_disk(store) is not None and store.exists(
-            ZARR_INDEX
-        ):  # written since the check; readers prefer it
+        # Another save may have written an index of arrays since the check, and readers would prefer it.
+        if on_disk(store) is not None and store.exists(ZARR_INDEX):
             raise other_format(store, ZARR_INDEX)
         finals = self._final_names(tree, store, upload)
         moves = {file.name: final for file, final in zip(tree.files, finals, strict=True)}
@@ -159,8 +158,9 @@ class _Index(ManifestIndex):
         return Change(moves, encoded, manifest, tidy=partial(_tidy, manifest))
 
     def _final_names(self, tree: TreeEntry, store: Store, upload: Upload) -> list[str]:
-        """Choose plain names for the first save to a directory, else names with the save's id: a name that a manifest
-        ever used never goes to another file. Objects in a bucket have their final names from the beginning."""
+        """Choose plain names for the first save of a tree, if they are free, else names with the save's id: a name that
+        a manifest ever used never goes to another file. Objects in a bucket have had their final names since the
+        beginning."""
         if on_disk(store) is None:
             return [file.name for file in tree.files]
         new = [file.name for file in tree.files if f".{tree.save_id}{SUFFIX}" in file.name]
@@ -169,9 +169,8 @@ class _Index(ManifestIndex):
         is_first = not kept and self.prefix not in self.manifest.trees
         if not (is_first and store.kinds().keys().isdisjoint(names)):
             names = unique_names(names, tree.save_id)
-        if any(
-            name.endswith(PRIVATE) for name in kept
-        ):  # other readers must not take the new files for the whole tree
+        if any(name.endswith(PRIVATE) for name in kept):
+            # Other readers cannot read the kept files, and must not take the new files for the whole tree.
             names = [name + PRIVATE for name in names]
         finals = dict(zip(new, names, strict=True)) | {name: _free_name(store, upload, name) for name in kept}
         return [finals[file.name] for file in tree.files]

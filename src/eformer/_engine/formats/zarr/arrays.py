@@ -250,9 +250,8 @@ class _ArraysIndex(ManifestIndex):
         mark = tree.save_id if tree else ""
         arrays: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
         for array in listed.get(prefix, ()) if not mark else ():
-            if (
-                array.shape is not None
-            ):  # without a shape it is of another program, which a save of eformer only listed
+            # An array without a shape is another program's: a save of eformer only listed it, and it must stay.
+            if array.shape is not None:
                 arrays.setdefault(array.path.split("/")[0], []).append((array.path, array.shape))
         for name in sorted(tops.get(prefix, set()) - kept):
             yield Replaced(name, mark, tuple(arrays.get(name, ())))
