@@ -1,4 +1,4 @@
-"""Files of Keras: the weights are what h5py reads; whatever leads out of the file is refused."""
+"""Files of Keras: the weights equal the arrays of h5py, and links out of the file are refused."""
 
 import shutil
 import sys
@@ -27,7 +27,7 @@ def leaves_of(tree):
 
 
 @pytest.mark.parametrize("name", ["model.keras", "legacy.h5", "model.weights.h5"])
-def test_weights_are_what_h5py_reads(name, tmp_path):
+def test_weights_equal_the_arrays_of_h5py(name, tmp_path):
     with np.load(HERE / f"{name}.npz") as npz:
         expected = {key: data.tobytes() for key, data in npz.items()}
     assert leaves_of(checkpoint.load(HERE / name)) == expected

@@ -39,7 +39,7 @@ def described(leaf):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_arrays_are_what_the_manifest_says(layout):
+def test_arrays_are_as_the_manifest_says(layout):
     found = {name: described(leaf) for name, leaf in flatten(checkpoint.load(DATA / layout))[0].items()}
     expected = dict(EXPECTED["arrays"])
     if "manager" in layout:  # where each step has another
@@ -68,21 +68,21 @@ def test_texts_keys_numbers_and_empty_containers_come_back():
     assert_same(checkpoint.load(DATA / "v0_mixed"), dict(sorted(expected.items())))
 
 
-def test_numbers_become_arrays_without_axes_if_like_has_those():
+def test_numbers_become_arrays_without_axes_if_like_has_such_arrays():
     like = {"b": np.False_, "f": jnp.bfloat16(0), "i": jnp.int32(0)}
     loaded = checkpoint.load(DATA / "v0_mixed", keys=list(like), like=like)
     assert_same(loaded, {"b": np.True_, "f": jnp.bfloat16(2.5), "i": jnp.int32(3)})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_view_reads_what_is_asked_for(layout):
+def test_a_view_reads_only_the_wanted_box(layout):
     whole = np.asarray(checkpoint.load(DATA / layout)["params"]["dense"]["kernel"])
     with checkpoint.open(DATA / layout) as view:
         np.testing.assert_array_equal(view["params.dense.kernel"][3:6, 1:], whole[3:6, 1:])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_inspect_and_verify_say_what_is_known(layout):
+def test_inspect_and_verify_report_the_known_facts(layout):
     manifest = checkpoint.inspect(DATA / layout)
     (tree,) = manifest.trees.values()
     assert manifest.format == "orbax"

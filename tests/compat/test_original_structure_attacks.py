@@ -1,4 +1,4 @@
-"""Structure files of the original package run nothing, whatever is in them; what is no such file is refused."""
+"""Structure files of the original package run nothing, whatever is in them, and invalid files are refused."""
 
 import base64
 import collections
@@ -169,7 +169,7 @@ def test_a_malformed_value_is_refused(data):
 
 
 def doubled(times, inner=b")"):
-    """A nest of tuples, in which each level is twice the one below."""
+    """Return a nest of tuples that doubles in size with each level."""
     return inner + b"\x94" + b"".join(b"h" + bytes([i]) + b"\x86\x94" for i in range(times))
 
 
@@ -249,7 +249,7 @@ def test_a_registry_must_be_one_of_jax():
     refused(treedef([LEAF], registry=GLOBAL), "it holds a:b, which")
 
 
-def test_what_is_no_treedef_is_refused():
+def test_other_objects_than_a_treedef_are_refused():
     refused(with_treedef(pickle.dumps([1], 4)), "treedef_b64 holds no tree definition")
     refused(with_treedef(b"\x80\x04" + MADE + b"."), "it holds a:b, which is not a plain value")
 
@@ -322,7 +322,7 @@ def test_fields_that_the_class_no_longer_has_are_kept_and_said():
 @pytest.mark.parametrize(
     "data", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 10**5, b'{"a":' * 10**5, b"9" * 10**4]
 )
-def test_what_is_no_json_object_is_refused(data):
+def test_other_json_than_an_object_is_refused(data):
     refused(data)
 
 

@@ -151,7 +151,7 @@ def test_a_small_file_takes_little_memory(tmp_path, name):
         [sys.executable, "-c", program, tmp_path / "m.pt"], check=True, capture_output=True, timeout=120
     )
     assert (b"refused" in done.stdout) == (name not in ("memo", "frame"))
-    assert int(done.stdout.split()[-1]) < 400_000  # kilobytes, with those of the interpreter
+    assert int(done.stdout.split()[-1]) < 400_000  # kilobytes, including the interpreter
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])

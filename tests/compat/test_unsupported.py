@@ -1,4 +1,4 @@
-"""Formats that eformer does not read are named, for directories as for files, with what to do."""
+"""Formats that eformer does not read are named, for directories as for files, with advice."""
 
 import bz2
 import io

@@ -1,4 +1,4 @@
-"""The wire format itself: what is written, what is read, and what becomes of damaged bytes."""
+"""The wire format: the written bytes, the read trees, and errors for damaged bytes."""
 
 import contextlib
 import io
@@ -205,7 +205,7 @@ def test_reading_and_writing_numpy_trees_does_not_import_jax():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# ---------------------------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------------------------- refused trees
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_reading_and_writing_numpy_trees_does_not_import_jax():
     ],
     ids=lambda v: v if isinstance(v, str) else type(v).__name__,
 )
-def test_what_could_not_be_read_back_is_refused_with_its_place(leaf, message):
+def test_unreadable_trees_are_refused_with_the_place(leaf, message):
     with pytest.raises(LeafError, match=f"^layers/3/w.*{message}"):
         packed({"layers": [0, 1, 2, {"w": leaf}]})
 
@@ -396,7 +396,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize(("data", "message"), HOSTILE.values(), ids=HOSTILE)
-def test_hostile_bytes_are_a_value_error_that_says_what_and_costs_little(data, message):
+def test_hostile_bytes_are_a_cheap_value_error_that_names_the_problem(data, message):
     with at_most(64 * 2**20), pytest.raises(ValueError, match=message):
         unpack_tree(data)
 

@@ -1,4 +1,4 @@
-"""What other programs find in safetensors files: tensors by the names that people write, and which file has which."""
+"""Other programs find tensors in safetensors files by the names that people write, and an index of the files."""
 
 import json
 
