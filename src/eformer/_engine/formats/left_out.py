@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 MOST_DEPTH = 100  # levels of directories to enter
 
-_PART = re.compile(r"c|\d+")  # a directory of chunks
+_CHUNK_DIRECTORY = re.compile(r"c|\d+")
 
 _WITHOUT_LEAVES = (
     "*.json", "*.jsonl", "*.md", "*.rst", "*.txt", "*.text", "*.log", "*.yaml", "*.yml", "*.toml", "*.cfg", "*.ini",
@@ -113,7 +113,7 @@ def _strays(store: Store, array: str) -> Iterator[str]:
             if kind != "directory":
                 if may_hold_leaves(name):
                     yield f"{start}{path}"
-            elif path.count("/") <= len(chunks.counts) and _PART.fullmatch(name):
+            elif path.count("/") <= len(chunks.counts) and _CHUNK_DIRECTORY.fullmatch(name):
                 todo.append(f"{path}/")
             else:
                 yield f"{start}{path}/"

@@ -124,7 +124,9 @@ def unreadable(store: Store, tree: TreeEntry) -> list[tuple[str, str]]:
 def _read(tree: TreeEntry, number: int, files: Files, origin: str) -> ProcessRecord:
     file = tree.files[number]
     if file.header_nbytes > _MOST_BYTES:
-        raise FormatError(f"{origin}: a record of {file.header_nbytes} bytes is too long")
+        raise FormatError(
+            f"{origin}: a record of {file.header_nbytes} bytes is too long, expected at most {_MOST_BYTES}"
+        )
     # The file may be shorter than the manifest says. For a record of usual length that is not worth a request.
     is_long = file.header_nbytes > _LONG
     header = bytearray(min(file.header_nbytes, files.nbytes(number)) if is_long else file.header_nbytes)

@@ -47,7 +47,7 @@ _BUFFER = re.compile(
     r"[._](ids|idx|index(es)?|masks?|bias|bucket|positions?|offsets?|tracked|shape|lengths|steps?|count|ptr|seed|rng|"
     r"key|map(ping)?|d2t|tid2eid|extra_state)$"
 )
-_LEAST_PART = 16  # integers that are at least 1/16 of all bytes are packed weights
+_LEAST_SHARE = 16  # integers that are at least 1/16 of all bytes are packed weights
 _PLAIN_BITS = 16
 _SCALES = ("float16", "bfloat16", "float32", "float64", "uint8", "float8_e8m0fnu", "float8_e4m3fn")
 
@@ -197,7 +197,7 @@ def _packed_in(tree: TreeEntry) -> list[str]:
     """Return the integers that may be weights of a method with unknown names. In a dense model, tables and counters are
     small beside the weights."""
     found = {name: entry for name, entry in tree.leaves.items() if _can_be_packed(name, entry)}
-    is_large = sum(entry.nbytes for entry in found.values()) * _LEAST_PART >= tree.nbytes
+    is_large = sum(entry.nbytes for entry in found.values()) * _LEAST_SHARE >= tree.nbytes
     return [*found] if is_large else []
 
 

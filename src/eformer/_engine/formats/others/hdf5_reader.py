@@ -32,7 +32,7 @@ _ATTRIBUTES = ("backend", "keras_version", "model_config", "training_config")  #
 _KNOWN = re.compile(r"(layer_names|weight_names)\d*|name|backend|keras_version|dtype")
 _MAX_DEPTH = 100
 
-Place = tuple[str, tuple[int, ...], int, int]
+StoredArray = tuple[str, tuple[int, ...], int, int]
 """A dataset: its dtype, its shape, its length in bytes and its offset."""
 
 
@@ -100,7 +100,7 @@ def _walk(h5py: Any, root: Any) -> Iterator[tuple[str, Any]]:
             yield path, found
 
 
-def _place(h5py: Any, path: str, dataset: Any) -> Place:
+def _place(h5py: Any, path: str, dataset: Any) -> StoredArray:
     """Describe a dataset whose bytes lie one after the other in the file."""
     problem = _problem_of(h5py, dataset)
     dtype = None if problem else _dtype_of(dataset)

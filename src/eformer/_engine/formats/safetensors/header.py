@@ -206,7 +206,9 @@ def _check_tiling(tensors: Mapping[str, Tensor], nbytes: int, origin: str) -> No
             )
         end = stop
     if end != nbytes:
-        raise FormatError(f"{origin}: its tensors take {end} bytes, but {nbytes} bytes follow the header")
+        raise FormatError(
+            f"{origin}: its tensors take {end} bytes, but {nbytes} bytes follow the header; restore it from a copy"
+        )
 
 
 def element_bits(found: Tensor, name: str, origin: str) -> int:

@@ -39,13 +39,13 @@ _NUMPY_NAMES = {
 
 
 def plan_arrays(
-    sources: Sequence[Source], paths: Mapping[str, str], options: SaveOptions, block: int, mark: str
+    sources: Sequence[Source], paths: Mapping[str, str], options: SaveOptions, block: int, save_id: str
 ) -> Iterator[PlannedFile]:
     """Plan the files of all arrays: `.zarray`, by the process that writes the beginning of a leaf, then its chunks.
 
-    paths  for each leaf, the directory of its array
-    mark   the id of the save, which the arrays carry: should their index get lost, they are not taken for a tree of
-           another program
+    paths    for each leaf, the directory of its array
+    save_id  marks the arrays: should their index get lost, they are not taken for a tree of another program. "" for no
+             mark
     """
     is_encoded = options.ocdbt or options.compression
     limit = options.max_chunk_bytes or (_ENCODED_CHUNK_BYTES if is_encoded else _CHUNK_BYTES)
@@ -55,7 +55,7 @@ def plan_arrays(
         key = source.dtype, source.shape, source.shard, boxes
         plan = plans.get(key)
         if plan is None:
-            plan = plans[key] = _plan(source, options.compression, limit, block, mark)
+            plan = plans[key] = _plan(source, options.compression, limit, block, save_id)
         yield from plan.files(source, paths[source.name])
 
 
@@ -86,7 +86,7 @@ class _Plan(Struct, frozen=True):
             yield PlannedFile(f"{path}/{chunk.name}", [extent], self.chunk_nbytes)
 
 
-def _plan(source: Source, compression: str | None, limit: int, block: int, mark: str) -> _Plan:
+def _plan(source: Source, compression: str | None, limit: int, block: int, save_id: str) -> _Plan:
     itemsize = source.itemsize
     chunk = chunk_shape(source.shape, source.shard or source.shape, itemsize, limit)
     coding = Coding(compression, chunk) if compression else None
@@ -98,7 +98,7 @@ def _plan(source: Source, compression: str | None, limit: int, block: int, mark:
         pieces = 1 if coding else len(no_digests(box.shape, nbytes, itemsize, block))
         part = None if box.shape == source.shape else box
         chunks.append(_Chunk(name, part, box.shape, nbytes, pieces))
-    described = zarray(source.dtype, source.shape, chunk, compression, mark)
+    described = zarray(source.dtype, source.shape, chunk, compression, save_id)
     return _Plan(described, coding, itemsize * math.prod(chunk), chunks)
 
 
@@ -112,15 +112,15 @@ def array_path(leaf: str) -> str:
 
 @lru_cache(1024)
 def zarray(
-    dtype: str, shape: tuple[int, ...], chunks: tuple[int, ...], compression: str | None, mark: str = ""
+    dtype: str, shape: tuple[int, ...], chunks: tuple[int, ...], compression: str | None, save_id: str = ""
 ) -> bytes:
-    """Return the contents of `.zarray`, with the mark of the save, which other readers ignore."""
+    """Return the contents of `.zarray`, marked with the id of the save, which other readers ignore."""
     compressor = {"id": compression, "level": 1} if compression else None
     described = {
         "chunks": chunks, "compressor": compressor, "dimension_separator": ".", "dtype": _tag(dtype),
         "fill_value": None, "filters": None, "order": "C", "shape": shape, "zarr_format": 2,
     }  # fmt: skip
-    return msgspec.json.encode(described | {"eformer": mark} if mark else described)
+    return msgspec.json.encode(described | {"eformer": save_id} if save_id else described)
 
 
 @lru_cache(256)

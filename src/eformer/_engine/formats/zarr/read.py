@@ -282,10 +282,10 @@ class _Arrays:
 
     def add(self, listed: Listed) -> LeafEntry:
         path, name = listed.path, f"{listed.path}/{ZARRAY}"
-        raw = self._description(name)
-        array = parse_zarray(raw, self.store.path_to(name))
-        array.require_readable(self.store.path_to(name))
-        _check_listed(listed, array)
+        raw, where = self._description(name), self.store.path_to(name)
+        array = parse_zarray(raw, where)
+        array.require_readable(where)
+        _check_listed(listed, array, where)
         if array.eformer:
             raise NotFoundError(
                 f"{self.store.url} holds no checkpoint: the array {path} belongs to a save that has not finished, or "
@@ -323,14 +323,14 @@ class _Arrays:
             self.files.append(DataFile(f"{path}/{name}", sizes[name]))
 
 
-def _check_listed(listed: Listed, array: ZArray) -> None:
+def _check_listed(listed: Listed, array: ZArray, where: str) -> None:
     """Refuse an array whose shape or dtype differs from the index, if the index records them."""
     is_other_shape = listed.shape is not None and listed.shape != array.shape
     is_other_dtype = listed.dtype is not None and listed.dtype != array.name_of_dtype
     if is_other_shape or is_other_dtype:
         raise FormatError(
-            f"the index says {listed.dtype}{list(listed.shape or ())}, {ZARRAY} says "
-            f"{array.name_of_dtype}{list(array.shape)}"
+            f"{where} describes {array.name_of_dtype}{list(array.shape)}, but the index says "
+            f"{listed.dtype}{list(listed.shape or ())}; restore both files from one copy"
         )
 
 
