@@ -16,7 +16,7 @@ from eformer._engine.formats.zarr.original_structure import parse_original_struc
 from eformer._engine.record.holdings import holders
 from eformer._engine.record.indexes import Index
 from eformer._engine.record.manifest import Manifest
-from eformer._engine.record.manifest import parse_original_structure as parse_tree
+from eformer._engine.record.manifest import parse_structure as parse_tree
 from eformer._engine.record.signature import signed_files
 from eformer._engine.record.values import parse_json
 from eformer._engine.record.zarray import parse_zarray
