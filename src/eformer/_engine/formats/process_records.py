@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from eformer._engine.record.boxes import Box
     from eformer._engine.stores.base import Files, Store
 
-_MOST_BYTES = 2**30  # of a record, which takes a few hundred bytes for a leaf
+_MOST_BYTES = 2**30  # a record takes a few hundred bytes for a leaf
 _LONG = 2**26
 CARRIED = "part"  # the name of a record in the metadata of a safetensors file
 

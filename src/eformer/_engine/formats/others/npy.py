@@ -147,14 +147,14 @@ def _parse_text(text: bytes, header_nbytes: int) -> NpyHeader:
         fields = ast.literal_eval(text.decode("latin-1").strip())
         descr, is_fortran, shape = fields["descr"], fields["fortran_order"], fields["shape"]
     except (SyntaxError, ValueError, TypeError, KeyError, RecursionError, MemoryError) as error:
-        raise FormatError(f"the header of an array makes no sense: {text[:100]!r}") from error
+        raise FormatError(f"the header of an array is invalid: {text[:100]!r}") from error
     is_shape = isinstance(shape, tuple) and len(shape) <= MOST_AXES
     if (
         not is_shape
         or not all(type(n) is int and 0 <= n < 2**62 for n in shape)
         or type(is_fortran) is not bool
     ):
-        raise FormatError(f"the header of an array makes no sense: {text[:100]!r}")
+        raise FormatError(f"the header of an array is invalid: {text[:100]!r}")
     if isinstance(descr, list):
         raise UnsupportedError(f"records of several fields, {str(descr)[:60]}")
     found = _DESCR.fullmatch(descr) if isinstance(descr, str) else None

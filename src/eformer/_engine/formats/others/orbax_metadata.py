@@ -87,7 +87,7 @@ def read_checkpoint_metadata(directory: Path) -> CheckpointMetadata:
 
 
 class KeyMetadata(msgspec.Struct):
-    """One step on the way from the root to a leaf."""
+    """A step on the way from the root to a leaf."""
 
     key: str
     key_type: int = 2

@@ -44,7 +44,7 @@ FORMAT = "PyTorch"
 
 _PICKLE = "/data.pkl"
 _USUAL_PICKLE, _MAX_PICKLE = 2**20, 2**28  # bytes
-_MAX_EXPANSION = 1040  # of views, which may use elements several times; the limit for compressed files
+_MAX_EXPANSION = 1040  # views may use elements several times; this is also the limit for compressed files
 _PROTOCOL = 1001
 _MAGIC = 0x1950A86A20F9469CFC6C  # the first value of a stream
 _STREAM = re.compile(  # the pickle of `_MAGIC`, of any protocol
@@ -367,7 +367,7 @@ def _in_shards(store: Store, there: Sequence[str]) -> Found:
     if not names:
         raise FormatError(f"{where} lists no tensors")
     if lost := set(names) - set(there):
-        raise CorruptionError(f"{where} names files that are missing: {few(sorted(lost))}")
+        raise CorruptionError(f"{where} names files that are missing: {few(sorted(lost))}; copy them there")
     shards = [_open_shard(store, name) for name in names]
     _require_listed(where, weights, names, shards)
     versions = {INDEX: version}

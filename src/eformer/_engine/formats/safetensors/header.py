@@ -96,7 +96,7 @@ def read_header(store: Store, name: str) -> tuple[bytes, Entry]:
         return data[:length], entry
     rest, now = store.read(name, len(data), length - len(data))
     if now.version != entry.version:
-        raise FileNotFoundError(f"{store.path_to(name)} was replaced")
+        raise FileNotFoundError(f"{store.path_to(name)} was replaced while it was being read; try again")
     return data + rest, entry
 
 

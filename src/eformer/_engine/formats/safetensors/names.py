@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
-PRIVATE = ".private"  # of files for eformer alone, which hold more than the tree
+PRIVATE = ".private"  # ends the names of files for eformer alone, which hold more than the tree
 
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _SHARD = re.compile(r"(?P<base>.*)-(?P<index>\d{5,})-of-(?P<total>\d{5,})", re.DOTALL)

@@ -178,7 +178,9 @@ def find_file(store: Store, name: str, link: tuple[Store, str] | None = None) ->
     raw, entry = read_header(store, name)
     if manifest := _own_manifest(raw, path):
         if len(manifest.trees) != 1:
-            raise FormatError(f"{path}: the manifest of a single file has {len(manifest.trees)} trees")
+            raise FormatError(
+                f"{path}: the manifest of a single file has {len(manifest.trees)} trees, expected one"
+            )
         trees = {prefix: _own_file(tree, path, name, len(raw)) for prefix, tree in manifest.trees.items()}
         return Found(path, store, manifest, trees, versions={name: entry.version})
     header = parse_header(raw, entry.nbytes, path, entry.version)
@@ -220,7 +222,9 @@ def prefix_of_file(store: Store, name: str) -> str | None:
 def _own_file(tree: TreeEntry, path: str, name: str, header_nbytes: int) -> TreeEntry:
     """Add the file's name and the length of its header, which a manifest inside the file cannot contain."""
     if len(tree.files) != 1:
-        raise FormatError(f"{path}: the manifest of a single file names {len(tree.files)} files")
+        raise FormatError(
+            f"{path}: the manifest of a single file names {len(tree.files)} files, expected one"
+        )
     file = DataFile(name, header_nbytes + tree.files[0].nbytes, header_nbytes)
     return msgspec.structs.replace(tree, files=(file,))
 

@@ -116,7 +116,7 @@ class SafetensorsDirectory(_Safetensors):
         if manifest is None or self.prefix not in manifest.trees:
             foreign = [MANIFEST] if manifest is None and MANIFEST in there else []
             foreign += [name for name in self._foreign_files(store, there) if name in there]
-            if foreign and store.exists(foreign[0]):  # else it is being removed
+            if foreign and store.exists(foreign[0]):  # a file that is being removed does not count
                 raise FileExistsError(
                     f"{store.path_to(foreign[0])} was not written by eformer; save to another directory"
                 )

@@ -269,7 +269,7 @@ def _assemble(nodes: list[Any]) -> Node:
         if leaves != waiting[-1].leaves:
             refuse(f"a node claims {leaves!r} leaves, but has {waiting[-1].leaves}")
     if len(waiting) != 1:
-        refuse(f"treedef_b64 holds {len(waiting)} trees")
+        refuse(f"treedef_b64 holds {len(waiting)} trees, expected one")
     return waiting[0]
 
 
