@@ -4,6 +4,7 @@ A digest is no signature: an attacker who can write an index can seal it.
 """
 
 import bz2
+import gc
 import gzip
 import json
 import os
@@ -192,6 +193,17 @@ def test_a_huge_inner_node_is_refused(database):
     write_bomb(database / "m.ocdbt", 400_000, height=1)
     with pytest.raises(FormatError, match=r"d/x has a node of \d+ bytes .*; at most 1048576 bytes"):
         load(database)
+
+
+def test_loads_of_a_database_leave_no_objects_behind(database):
+    """`tensorstore.ocdbt.dump` never frees its results."""
+    load(database)
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(50):
+        load(database)
+    gc.collect()
+    assert len(gc.get_objects()) < before + 50
 
 
 def many_paths(count, nbytes):
