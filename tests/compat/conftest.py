@@ -1,4 +1,4 @@
-"""One file of every kind that others write."""
+"""One file of every kind that other programs write."""
 
 import numpy as np
 import pytest

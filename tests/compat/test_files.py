@@ -23,7 +23,7 @@ from support.samples import FORMATS
 # ---------------------------------------------------------------------------------------- each of them
 
 
-def test_inspect_and_verify_say_what_is_known(sample):
+def test_inspect_and_verify_report_the_known_facts(sample):
     assert checkpoint.inspect(sample).format == FORMATS[sample.suffix]
     report = checkpoint.verify(sample)
     assert report.ok
@@ -137,10 +137,10 @@ def test_a_view_reads_on_when_its_file_is_replaced_as_a_whole(tmp_path):
         assert view["l0"][0] == 0
 
 
-# -------------------------------------------------------------------------------------- what it is not
+# -------------------------------------------------------------------------------------- other files
 
 
-def test_what_is_nothing_says_what_was_looked_for(tmp_path):
+def test_a_file_of_no_known_format_is_an_error_that_names_the_known_formats(tmp_path):
     (tmp_path / "x.txt").write_text("hello, world")
     with pytest.raises(
         FormatError, match=r"x\.txt is not a checkpoint.*begins with b'hello, wo'.*npz.*msgpack"
@@ -162,7 +162,7 @@ def test_a_directory_of_such_files_names_them(tmp_path):
         (b"\x1f\x8b\x08" + bytes(50), "compressed by gzip; unpack it first"),
         (
             pickle.dumps({"a": 1}),
-            "but a pickle, which eformer never runs; of PyTorch, only what torch.save writes is read",
+            "but a pickle, which eformer never runs; of pickles by PyTorch, only files of torch.save are read",
         ),
     ],
 )

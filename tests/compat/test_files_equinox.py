@@ -38,7 +38,7 @@ def test_equinox_lists_arrays_by_number_and_keeps_the_line_before_them():
     assert set(checkpoint.load(FILES / "equinox.eqx", keys=["0", "2"])) == {"0", "2"}
 
 
-def test_equinox_without_like_says_what_to_do():
+def test_equinox_without_like_is_an_error_that_helps():
     with pytest.raises(StructureError, match=r"equinox.eqx holds 15 arrays without names.*pass like="):
         checkpoint.load(FILES / "equinox.eqx")
 

@@ -1,4 +1,4 @@
-"""Single files of others that are cut, changed or made to harm are an error, and no more."""
+"""Files of other programs that are cut, changed or hostile are an error, and do no other harm."""
 
 import pickle
 import struct
@@ -14,7 +14,7 @@ from support.samples import write
 
 
 def look(path, like=None):
-    """Everything that can be done with a file; what may be wrong with it is one of our errors, which is returned."""
+    """Do everything that can be done with a file. Return the text of eformer's error, if one is raised."""
     try:
         checkpoint.verify(path)
         with checkpoint.open(path) as view:
@@ -28,7 +28,7 @@ def look(path, like=None):
 
 
 def test_no_truncation_gets_through(sample):
-    """Where one array ends and the next would begin, a file without names can only be known by what is expected."""
+    """A file without names that is cut between two arrays is only found out by the expected tree."""
     whole, cut = sample.read_bytes(), sample.parent / "cut"
     like = write.model() if sample.suffix == ".eqx" else None
     for length in range(0, len(whole), 7):

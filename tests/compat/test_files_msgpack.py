@@ -49,7 +49,7 @@ def test_chunks_of_flax_are_cut_anew_for_a_mesh():
     np.testing.assert_array_equal(w, np.arange(100.0).reshape(4, 25))
 
 
-def test_what_only_we_write_into_msgpack_comes_back(tmp_path):
+def test_our_extensions_of_msgpack_come_back(tmp_path):
     tree = {
         "tuple": (1, (jnp.ones(2), "x")),
         "key": jax.random.key(3),

@@ -40,7 +40,7 @@ def expected_of(name):
 
 
 @pytest.mark.parametrize("name", ["plain", "aligned"])
-def test_plain_tensors_are_what_llama_cpp_reads(name):
+def test_plain_tensors_equal_the_tensors_of_llama_cpp(name):
     found = leaves_of(checkpoint.load(HERE / f"{name}.gguf"))
     assert found == dict(expected_of(name))
     assert len(found) == 8
@@ -93,7 +93,7 @@ def test_big_endian_files_are_refused_as_such():
         checkpoint.load(HERE / "big_endian.gguf")
 
 
-def test_a_file_of_a_split_model_tells_of_the_others(tmp_path):
+def test_a_file_of_a_split_model_tells_of_the_other_files(tmp_path):
     data = of_arrays({"a": np.zeros(3, np.float32)}, [pair("split.count", "u16", 3)])
     (tmp_path / "m-00001-of-00003.gguf").write_bytes(data)
     found = checkpoint.inspect(tmp_path / "m-00001-of-00003.gguf")

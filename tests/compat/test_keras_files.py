@@ -1,4 +1,4 @@
-"""Files of Keras: the weights are what h5py reads; whatever leads out of the file is refused."""
+"""Files of Keras: the weights equal the arrays of h5py, and links out of the file are refused."""
 
 import shutil
 import sys
@@ -27,7 +27,7 @@ def leaves_of(tree):
 
 
 @pytest.mark.parametrize("name", ["model.keras", "legacy.h5", "model.weights.h5"])
-def test_weights_are_what_h5py_reads(name, tmp_path):
+def test_weights_equal_the_arrays_of_h5py(name, tmp_path):
     with np.load(HERE / f"{name}.npz") as npz:
         expected = {key: data.tobytes() for key, data in npz.items()}
     assert leaves_of(checkpoint.load(HERE / name)) == expected
@@ -123,17 +123,17 @@ def hostile(what, file, folder):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("soft", "'out' is a link to somewhere else"),
-        ("external link", "'out' is a link to somewhere else"),
+        ("soft", "'out' is a link to another place or file"),
+        ("external link", "'out' is a link to another place or file"),
         ("external storage", "leaf 'out' is stored in another file"),
-        ("view", "leaf 'out' is stored in chunks, in its header, or as a view of others"),
+        ("view", "leaf 'out' is stored in chunks, in its header, or as a view of other datasets"),
         ("reference", "leaf 'out' is of the type object"),
         ("bomb", r"leaf 'out' is stored in chunks \(.*deflate"),
         ("cycle", "'g/out' is linked twice"),
         ("twice", "'out' is linked twice"),
         ("big-endian", "leaf 'out' is of the type >f4"),
         ("text", "leaf 'out' is of the type object"),
-        ("unwritten", "leaf 'out' is declared, and was never written"),
+        ("unwritten", "leaf 'out' is declared, but was never written"),
         ("type", "'out' is neither a group nor a dataset"),
         ("empty", "leaf 'out' is empty, without a shape"),
     ],

@@ -39,7 +39,7 @@ def described(leaf):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_arrays_are_what_the_manifest_says(layout):
+def test_arrays_are_as_the_manifest_says(layout):
     found = {name: described(leaf) for name, leaf in flatten(checkpoint.load(DATA / layout))[0].items()}
     expected = dict(EXPECTED["arrays"])
     if "manager" in layout:  # where each step has another
@@ -68,21 +68,21 @@ def test_texts_keys_numbers_and_empty_containers_come_back():
     assert_same(checkpoint.load(DATA / "v0_mixed"), dict(sorted(expected.items())))
 
 
-def test_numbers_become_arrays_without_axes_if_like_has_those():
+def test_numbers_become_arrays_without_axes_if_like_has_such_arrays():
     like = {"b": np.False_, "f": jnp.bfloat16(0), "i": jnp.int32(0)}
     loaded = checkpoint.load(DATA / "v0_mixed", keys=list(like), like=like)
     assert_same(loaded, {"b": np.True_, "f": jnp.bfloat16(2.5), "i": jnp.int32(3)})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_view_reads_what_is_asked_for(layout):
+def test_a_view_reads_only_the_wanted_box(layout):
     whole = np.asarray(checkpoint.load(DATA / layout)["params"]["dense"]["kernel"])
     with checkpoint.open(DATA / layout) as view:
         np.testing.assert_array_equal(view["params.dense.kernel"][3:6, 1:], whole[3:6, 1:])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_inspect_and_verify_say_what_is_known(layout):
+def test_inspect_and_verify_report_the_known_facts(layout):
     manifest = checkpoint.inspect(DATA / layout)
     (tree,) = manifest.trees.values()
     assert manifest.format == "orbax"
@@ -191,9 +191,9 @@ def test_a_leaf_that_leads_out_of_the_directory_is_refused(copy, key):
 @pytest.mark.parametrize(
     ("leaves", "problem"),
     [
-        ([[("step", False)], [("step", False)]], "'step' twice"),
+        ([[("step", False)], [("step", False)]], "'step' is listed twice"),
         ([[("opt.0.count", False)], [("opt", False), ("0", True), ("count", False)]], "are both the array"),
-        ([[("step", False)], [("step", False), ("x", False)]], "inside of another|no such array"),
+        ([[("step", False)], [("step", False), ("x", False)]], "inside another|no such array"),
         ([[("x", False)] * 200], "deep|no such array"),
     ],
 )
@@ -306,7 +306,7 @@ def test_numbers_of_blosc_are_read_unless_they_claim_to_be_larger(tmp_path, desc
 def test_blosc_inside_of_shards_is_refused(tmp_path):
     described = in_version_3((4,), [SHARDS])
     compressed_by_blosc(tmp_path / "it", (4,), **described)
-    with pytest.raises(FormatError, match="leaf 'w': blosc inside of sharding_indexed is not supported"):
+    with pytest.raises(FormatError, match="leaf 'w': blosc inside sharding_indexed is not supported"):
         checkpoint.load(tmp_path / "it")
 
 
@@ -342,7 +342,9 @@ def test_steps_of_a_plain_checkpointer_are_steps(tmp_path):
         shutil.copytree(DATA / "v0_plain", tmp_path / step)
     shutil.copytree(DATA / "v0_plain", tmp_path / "11.orbax-checkpoint-tmp-1")
     assert checkpoint.inspect(tmp_path)
-    assert orbax.in_directory(tmp_path, [p.name for p in tmp_path.iterdir()]).path == str(tmp_path / "10")
+    assert orbax.in_local_directory(tmp_path, [p.name for p in tmp_path.iterdir()]).path == str(
+        tmp_path / "10"
+    )
 
 
 def test_absurdly_many_chunks_are_read_many_at_a_time(copy):
@@ -395,9 +397,9 @@ def test_an_array_of_fill_values_alone_is_read(copy):
 def test_steps_that_have_not_finished_are_no_steps(copy):
     path = copy("manager")
     shutil.copytree(path / "3", path / "10.orbax-checkpoint-tmp-1794726675")
-    assert orbax.steps_in(path, [p.name for p in path.iterdir()]) == ["2", "3"]
+    assert orbax.step_names_in(path, [p.name for p in path.iterdir()]) == ["2", "3"]
     shutil.copytree(path / "3", path / "10")
-    assert orbax.steps_in(path, [p.name for p in path.iterdir()]) == ["2", "3", "10"]
+    assert orbax.step_names_in(path, [p.name for p in path.iterdir()]) == ["2", "3", "10"]
 
 
 @pytest.mark.parametrize("form", ["safetensors", "tensorstore"])

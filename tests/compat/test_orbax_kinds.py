@@ -35,7 +35,7 @@ EXPECTED = _expected()
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_sample_loads_equal_to_what_orbax_restored(samples, name):
+def test_a_sample_loads_equal_to_the_tree_that_orbax_restored(samples, name):
     for item, leaves in EXPECTED[name].items():
         assert described_leaves(checkpoint.load(samples / name, prefix=item or None)) == leaves
 
@@ -167,7 +167,7 @@ def test_placeholders_stand_for_empty_containers_alone(copy):
         checkpoint.load(path)
 
 
-def test_an_array_is_what_orbax_saved_whatever_the_version(samples):
+def test_an_array_equals_the_array_that_orbax_saved_in_every_version(samples):
     for version in ("0.2.7", "0.3.5", "0.4.1", "0.5.3", "0.5.20", "0.9.1", "0.12.8"):
         for kind in ("array_alone", "array_aggregated"):
             array = checkpoint.load(samples / f"orbax-{version}" / kind)

@@ -1,4 +1,4 @@
-"""Checkpoints that Orbax 0.2.7 to 0.12.8, flax over it, and T5X wrote load equal to what Orbax itself restored."""
+"""Checkpoints by Orbax 0.2.7 to 0.12.8, by flax over it and by T5X load equal to the trees that Orbax restored."""
 
 import json
 import os
@@ -23,7 +23,7 @@ T5X = "t5x-like-checkpoint_1000"
 
 @pytest.fixture(scope="session")
 def samples(tmp_path_factory):
-    """The unpacked samples: checkpoints, and `expected.json` with what Orbax restored from each."""
+    """The unpacked samples: checkpoints, and `expected.json` with the tree that Orbax restored from each."""
     directory = tmp_path_factory.mktemp("orbax-old")
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(directory, filter="data")
@@ -40,7 +40,7 @@ EXPECTED = _names()
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_sample_loads_equal_to_what_orbax_restored(samples, name):
+def test_a_sample_loads_equal_to_the_tree_that_orbax_restored(samples, name):
     for item, leaves in EXPECTED[name].items():
         tree = checkpoint.load(samples / name, prefix=item or None)
         assert described_leaves(tree) == leaves
@@ -181,7 +181,7 @@ def test_a_specification_of_the_whole_array_is_that_array(path):
 @pytest.mark.parametrize(
     "value", [True, -1, 2**63, 2.5, 1 + 2j, "text", np.float32(2.5), np.int8(-3), "PLACEHOLDER:/"]
 )
-def test_plain_values_are_what_they_were(path, value):
+def test_plain_values_keep_their_types(path, value):
     loaded = checkpoint.load(write(path, {"v": value, "w": "PLACEHOLDER://w"}))["v"]
     assert loaded == value
     assert type(loaded) is type(value)
@@ -268,7 +268,7 @@ def test_a_specification_that_is_not_known_is_refused_by_its_leaf(path, more):
 
 
 def test_an_array_of_another_shape_than_t5x_says_is_refused(path):
-    with pytest.raises(FormatError, match=r"should be of shape \[3, 2\]"):
+    with pytest.raises(FormatError, match=r"has the shape .*, expected \[3, 2\]"):
         checkpoint.load(write(path, {"a": t5x("w", metadata={"shape": [3, 2]})}))
 
 
@@ -326,7 +326,7 @@ def test_a_pipe_of_that_name_is_not_waited_for(path):
     assert checkpoint.inspect(path).left_out == ("checkpoint",)
 
 
-def test_the_file_alone_is_refused_with_what_to_do(path):
+def test_the_file_alone_is_refused_with_advice(path):
     with pytest.raises(FormatError, match="pass the path of the directory"):
         checkpoint.load(write(path, {"w": "PLACEHOLDER://w"}) / "checkpoint")
     with pytest.raises(FormatError, match="pass the path of the directory"):
@@ -403,7 +403,7 @@ def test_steps_with_a_prefix_are_steps(samples, tmp_path):
 def test_a_key_whose_kind_is_not_known_is_an_error_of_that_item_alone(copy):
     path = copy("orbax-0.12.8/mgr_new/10")
     (path / "key" / "jax_random_key_metadata" / "metadata").write_text("{}")
-    with pytest.raises(FormatError, match="does not say whether the PRNG key is typed"):
+    with pytest.raises(FormatError, match="does not record whether the PRNG key is typed"):
         checkpoint.load(path, prefix="key")
     assert checkpoint.load(path, prefix="state")["step"] == 10
 

@@ -46,7 +46,7 @@ def described(array):
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_arrays_are_what_the_manifest_says(name):
+def test_arrays_are_as_the_manifest_says(name):
     arrays = {key: array for key, array in loaded(place(name)).items() if key in SAMPLES[name]["arrays"]}
     assert {key: described(array) for key, array in arrays.items()} == SAMPLES[name]["arrays"]
 
@@ -189,11 +189,11 @@ def test_a_structure_of_another_prefix_is_refused(copied):
     path = copied("pytree_optax")
     file = path / "tx_structure.json"
     file.write_text(file.read_text().replace('"tx', '"rx'))
-    with pytest.raises(StructureError, match="is for the prefix 'rx', not for 'tx'"):
+    with pytest.raises(StructureError, match="is for the prefix 'rx', expected 'tx'"):
         checkpoint.load(path)
 
 
-def test_saving_into_a_directory_of_the_original_replaces_one_prefix_and_keeps_the_others(copied):
+def test_saving_into_a_directory_of_the_original_replaces_one_prefix_and_keeps_the_rest(copied):
     path = copied("ts_multiprefix")
     before = checkpoint.load(path, prefix="optimizer")
     tree = {"w": np.arange(3), "new": [1, "x"]}
@@ -208,7 +208,7 @@ def test_saving_into_a_directory_of_the_original_replaces_one_prefix_and_keeps_t
     ]
 
 
-def test_saving_over_a_structure_of_the_original_removes_what_is_stale(copied):
+def test_saving_over_a_structure_of_the_original_removes_the_stale_file(copied):
     path = copied("pytree_basic")
     checkpoint.save({"w": np.ones(3)}, path, prefix="state", format="tensorstore")
     assert not (path / "state_structure.json").exists()

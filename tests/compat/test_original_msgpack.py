@@ -23,7 +23,7 @@ def restore(name):
 
 
 @pytest.mark.parametrize("name", [name for name, sample in SAMPLES.items() if sample["arrays"]])
-def test_arrays_are_what_the_manifest_says(name):
+def test_arrays_are_as_the_manifest_says(name):
     arrays, _ = flatten(restore(name))
     found = {
         key: {
@@ -47,7 +47,7 @@ def as_manifest(value):
     return value.hex() if isinstance(value, bytes) else value
 
 
-def test_scalars_are_what_the_manifest_says():
+def test_scalars_are_as_the_manifest_says():
     name = "msgpack_scalars.msgpack"
     assert as_manifest(restore(name)) == SAMPLES[name]["values"]
 

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from eformer._engine.formats.zarr.original_structure import parse_structure
+from eformer._engine.formats.zarr.original_structure import parse_original_structure
 from eformer._engine.record.values import value_from_json, value_to_json
 from eformer._engine.trees.flatten import flatten
 from eformer._engine.trees.unflatten import unflatten, unflatten_like
@@ -39,7 +39,7 @@ def leaves_of(parsed, tree):
 
 
 def assert_comes_back(tree):
-    parsed = parse_structure(as_original(tree), "x")
+    parsed = parse_original_structure(as_original(tree), "x")
     leaves = leaves_of(parsed, tree)
     again = unflatten(json.loads(json.dumps(parsed.document)), leaves)
     assert jax.tree.structure(again) == jax.tree.structure(tree)
@@ -58,14 +58,14 @@ def test_there_are_samples():
 def test_a_sample_names_the_arrays_of_its_manifest(name):
     samples = json.loads((DATA / "manifest.json").read_text("utf-8"))["samples"]
     sample = samples[name.partition("/")[0]]
-    parsed = parse_structure((DATA / name).read_bytes(), name)
+    parsed = parse_original_structure((DATA / name).read_bytes(), name)
     expected = {key for key in sample["arrays"] if key.startswith(parsed.prefix + ".")}
     assert {f"{parsed.prefix}.{leaf}" for leaf in parsed.arrays} == expected
     assert all((DATA / name).with_name(path.split("/")[0]).is_dir() for path in parsed.arrays.values())
 
 
 def test_the_basic_sample_is_a_tree_of_ours():
-    parsed = parse_structure((DATA / BASIC).read_bytes(), BASIC)
+    parsed = parse_original_structure((DATA / BASIC).read_bytes(), BASIC)
     assert parsed.prefix == "state"
     assert parsed.extras == {"step": 3}
     assert parsed.arrays == {
@@ -86,7 +86,7 @@ def test_the_basic_sample_is_a_tree_of_ours():
 
 
 def test_the_optax_sample_is_the_state_that_optax_makes():
-    parsed = parse_structure((DATA / "pytree_optax/tx_structure.json").read_bytes(), "tx")
+    parsed = parse_original_structure((DATA / "pytree_optax/tx_structure.json").read_bytes(), "tx")
     state = optax.adamw(1e-3).init({"w": jnp.zeros(2)})
     assert jax.tree.structure(unflatten(parsed.document, parsed.arrays)) == jax.tree.structure(state)
     assert parsed.arrays == {"0.count": "tx/0/count", "0.mu.w": "tx/0/mu/w", "0.nu.w": "tx/0/nu/w"}
@@ -95,8 +95,8 @@ def test_the_optax_sample_is_the_state_that_optax_makes():
 def test_the_samples_are_read_without_jax():
     code = (
         "import sys; from pathlib import Path\n"
-        "from eformer._engine.formats.zarr.original_structure import parse_structure\n"
-        "for path in sys.argv[1:]: parse_structure(Path(path).read_bytes(), path)\n"
+        "from eformer._engine.formats.zarr.original_structure import parse_original_structure\n"
+        "for path in sys.argv[1:]: parse_original_structure(Path(path).read_bytes(), path)\n"
         "assert not {'jax', 'optax', 'flax'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, *(str(DATA / name) for name in STRUCTURES)], check=True)
@@ -219,7 +219,7 @@ plain_values = st.recursive(
 @given(plain_values.filter(lambda value: value is not None), st.sampled_from([4, 5]))
 def test_any_plain_value_is_read(value, protocol):
     data = as_original(0, nonarray_payload={"0": encoded(pickle.dumps(value, protocol))})
-    assert parse_structure(data, "x").values == {"%": value_to_json(value)}
+    assert parse_original_structure(data, "x").values == {"%": value_to_json(value)}
 
 
 def test_a_tree_of_many_leaves_is_read():
@@ -228,7 +228,7 @@ def test_a_tree_of_many_leaves_is_read():
 
 
 def test_none_counts_as_a_leaf_only_to_the_original():
-    parsed = parse_structure(as_original({"a": None, "b": 1}), "x")
+    parsed = parse_original_structure(as_original({"a": None, "b": 1}), "x")
     assert parsed.document == {"dict": {"a": None, "b": "b"}}
     assert parsed.values == {"b": 1}
 
@@ -236,19 +236,19 @@ def test_none_counts_as_a_leaf_only_to_the_original():
 def test_a_none_that_was_no_leaf_is_none():
     treedef = encoded(pickle.dumps(jax.tree.structure([None, 1]), 4))
     data = as_original([1], treedef_b64=treedef, leaf_keys_full=["state.1"])
-    assert parse_structure(data, "x").document == {"list": [None, "1"]}
+    assert parse_original_structure(data, "x").document == {"list": [None, "1"]}
 
 
 def test_a_dotted_prefix_and_extras_are_kept():
     extras = {"loss": float("nan"), "name": "\ud800", "step": 3}
-    parsed = parse_structure(as_original({"a": 1}, "m.b", extras=extras), "x")
+    parsed = parse_original_structure(as_original({"a": 1}, "m.b", extras=extras), "x")
     assert (parsed.prefix, parsed.values) == ("m.b", {"a": 1})
     assert str(parsed.extras) == str(extras)
 
 
 def test_a_class_that_may_not_be_built_keeps_its_names():
     tree = Unregistered([one(), {"a": 1}])
-    parsed = parse_structure(as_original(tree), "x")
+    parsed = parse_original_structure(as_original(tree), "x")
     leaves = leaves_of(parsed, tree)
     assert list(leaves) == ["x.0", "x.1.a"]
     assert jax.tree.structure(unflatten_like(tree, leaves)) == jax.tree.structure(tree)
@@ -260,7 +260,7 @@ def test_a_class_that_may_not_be_built_keeps_its_names():
     "tree", [Struct(1, Moments), Struct(1, np.dtype("f4")), jax.tree_util.Partial(jnp.sum, 1), Setting(1, ())]
 )
 def test_static_data_that_is_no_value_comes_back_only_into_a_template(tree):
-    parsed = parse_structure(as_original(tree), "x")
+    parsed = parse_original_structure(as_original(tree), "x")
     leaves = leaves_of(parsed, tree)
     assert jax.tree.structure(unflatten_like(tree, leaves)) == jax.tree.structure(tree)
     with pytest.raises(StructureError, match="pass like= with a tree of that structure"):
@@ -269,4 +269,4 @@ def test_static_data_that_is_no_value_comes_back_only_into_a_template(tree):
 
 def test_the_treedef_of_an_older_jax_is_read():
     data = with_renamed([1], b"jaxlib._jax.pytree", b"jaxlib.xla_extension.pytree")
-    assert parse_structure(data, "x").document == {"list": ["0"]}
+    assert parse_original_structure(data, "x").document == {"list": ["0"]}

@@ -1,4 +1,4 @@
-"""Structure files of the original package run nothing, whatever is in them; what is no such file is refused."""
+"""Structure files of the original package run nothing, whatever is in them, and invalid files are refused."""
 
 import base64
 import collections
@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eformer._engine.formats.zarr.original_structure import parse_structure
+from eformer._engine.formats.zarr.original_structure import parse_original_structure
 from eformer._engine.trees.unflatten import unflatten
 from eformer.errors import FormatError, StructureError
 from support.original import BASIC, DATA, STRUCTURES, Module, Struct, as_original, encoded, one, with_renamed
@@ -45,7 +45,7 @@ def with_treedef(data):
 
 def refused(data, match=""):
     with pytest.raises(FormatError, match=r"^a/b_structure.json") as caught:
-        parse_structure(data, "a/b_structure.json")
+        parse_original_structure(data, "a/b_structure.json")
     assert type(caught.value) is FormatError
     caught.match(match)
 
@@ -97,7 +97,7 @@ def test_a_module_that_a_tree_names_is_not_imported(tmp_path, monkeypatch):
     (tmp_path / "planted_module.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     data = with_renamed(Unregistered(1), b"support.trees", b"planted_module")
-    assert parse_structure(data, "x").document["namedtuple"] == "planted_module:Unregistered"
+    assert parse_original_structure(data, "x").document["namedtuple"] == "planted_module:Unregistered"
     assert "planted_module" not in sys.modules
 
 
@@ -134,10 +134,10 @@ MADE = GLOBAL + b")\x81"
 MALFORMED = {
     b"": "pickle exhausted before seeing STOP",
     b"S'\\q'\n.": "the opcode STRING|invalid escape sequence",
-    b".": "more in it than one value",
-    b"K\x01K\x02.": "more in it than one value",
-    b"K\x01.K\x01.": "more in it than one value",
-    b"K\x01(.": "more in it than one value",
+    b".": "not hold exactly one value",
+    b"K\x01K\x02.": "not hold exactly one value",
+    b"K\x01.K\x01.": "not hold exactly one value",
+    b"K\x01(.": "not hold exactly one value",
     b"\x85.": "takes more than it has",
     b"(\x85.": "takes more than it has",
     b"t.": "IndexError",
@@ -169,7 +169,7 @@ def test_a_malformed_value_is_refused(data):
 
 
 def doubled(times, inner=b")"):
-    """A nest of tuples, in which each level is twice the one below."""
+    """Return a nest of tuples that doubles in size with each level."""
     return inner + b"\x94" + b"".join(b"h" + bytes([i]) + b"\x86\x94" for i in range(times))
 
 
@@ -214,18 +214,18 @@ BROKEN_TREES = [
     ("holds 2 trees", [LEAF, LEAF]),
     ("the tree has 2 leaves, leaf_keys_full has 1", [LEAF, LEAF, (2, 2, None, None, 2, 3)]),
     ("the tree has 0 leaves, leaf_keys_full has 1", [(1, 0, None, None, 0, 1)]),
-    ("a node wants 2 children, there are 1", [LEAF, (2, 2, None, None, 1, 2)]),
-    ("a node wants -1 children", [LEAF, (2, -1, None, None, 1, 2)]),
-    ("a node wants 99999999999 children", [LEAF, (2, 99999999999, None, None, 1, 2)]),
-    ("says that it has 10000000000", [LEAF, (2, 1, None, None, 10**10, 2)]),
+    ("a node needs 2 children, but 1 come before it", [LEAF, (2, 2, None, None, 1, 2)]),
+    ("a node needs -1 children", [LEAF, (2, -1, None, None, 1, 2)]),
+    ("a node needs 99999999999 children", [LEAF, (2, 99999999999, None, None, 1, 2)]),
+    ("claims 10000000000 leaves, but has 1", [LEAF, (2, 1, None, None, 10**10, 2)]),
     ("a leaf has children", [LEAF, (0, 1, None, None, 1, 2)]),
     ("1 children has 0 keys", [LEAF, (1, 1, None, None, 1, 2)]),
     ("1 children has 2 keys", [LEAF, (5, 1, ["a", "b"], None, 1, 2)]),
     ("one key twice", [LEAF, (5, 1, ["a", "a"], None, 1, 2)]),
     ("unknown kind 8", [LEAF, (8, 1, None, None, 1, 2)]),
-    ("something else where its numbers are", [LEAF, (HUGE, 1, None, None, 1, 2)]),
-    ("something else where its numbers are", [LEAF, (2, HUGE, None, None, 1, 2)]),
-    ("something else where its numbers are", [LEAF, (2, 1, None, None, HUGE, 2)]),
+    ("values of other types in place of its numbers", [LEAF, (HUGE, 1, None, None, 1, 2)]),
+    ("values of other types in place of its numbers", [LEAF, (2, HUGE, None, None, 1, 2)]),
+    ("values of other types in place of its numbers", [LEAF, (2, 1, None, None, HUGE, 2)]),
     ("far larger than its pickle", [LEAF, (5, 1, HUGE, None, 1, 2)]),
     ("far larger than its pickle", [(6, 0, HUGE, Pair, 0, 1), LEAF, (5, 2, ["a", "b"], None, 1, 3)]),
     ("a node has no class", [LEAF, (3, 1, HUGE, HUGE, 1, 2)]),
@@ -249,7 +249,7 @@ def test_a_registry_must_be_one_of_jax():
     refused(treedef([LEAF], registry=GLOBAL), "it holds a:b, which")
 
 
-def test_what_is_no_treedef_is_refused():
+def test_other_objects_than_a_treedef_are_refused():
     refused(with_treedef(pickle.dumps([1], 4)), "treedef_b64 holds no tree definition")
     refused(with_treedef(b"\x80\x04" + MADE + b"."), "it holds a:b, which is not a plain value")
 
@@ -305,7 +305,7 @@ def test_leaves_that_the_original_overwrote_are_refused():
     ("keys", "problem"),
     [
         (["state.mu.1", "state.nu"], "has 'state.mu.1' where the tree has 'state.mu.0'"),
-        (["other.mu.0", "state.nu"], "has 'other.mu.0' where the tree has something below 'state.'"),
+        (["other.mu.0", "state.nu"], "has 'other.mu.0' where the tree has a leaf below 'state.'"),
         (["state.mu.0", "state.mu"], "two children have the same name, below 'state.'"),
     ],
 )
@@ -316,13 +316,13 @@ def test_keys_that_do_not_fit_the_tree_are_refused(keys, problem):
 def test_fields_that_the_class_no_longer_has_are_kept_and_said():
     data = as_original(Moments(1, 2), leaf_keys_full=["state.old", "state.nu"])
     with pytest.raises(StructureError, match=r"saved with fields \('old', 'nu'\), it now has \('mu', 'nu'\)"):
-        unflatten(parse_structure(data, "x").document, {"old": 1, "nu": 2})
+        unflatten(parse_original_structure(data, "x").document, {"old": 1, "nu": 2})
 
 
 @pytest.mark.parametrize(
     "data", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 10**5, b'{"a":' * 10**5, b"9" * 10**4]
 )
-def test_what_is_no_json_object_is_refused(data):
+def test_other_json_than_an_object_is_refused(data):
     refused(data)
 
 
@@ -334,7 +334,7 @@ def test_a_file_cut_off_anywhere_is_refused():
 
 def parses_or_is_refused(data):
     try:
-        parse_structure(data, "a/b_structure.json")
+        parse_original_structure(data, "a/b_structure.json")
     except FormatError as error:
         problem = error
     else:

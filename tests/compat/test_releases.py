@@ -1,4 +1,4 @@
-"""Today's version reads what every release has written: samples that `make_samples/release.py` wrote, and that stay."""
+"""Today's version reads the checkpoints of every release: samples by `make_samples/release.py`, which stay."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""What docs/format/stability.md promises about files that a later version writes."""
+"""The promises of docs/format/stability.md about files that a later version writes."""
 
 import json
 

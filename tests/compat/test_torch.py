@@ -1,4 +1,4 @@
-"""Files of torch.save: read as data, without PyTorch, equal to what PyTorch loads, and nothing is passed over."""
+"""Files of torch.save are read as data, without PyTorch, equal to the trees that PyTorch loads, and completely."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def leaves_of(tree):
 
 
 @pytest.mark.parametrize("name", READ)
-def test_files_of_pytorch_are_what_pytorch_loads(name):
+def test_files_of_pytorch_equal_the_trees_that_pytorch_loads(name):
     with np.load(HERE / f"{name}.npz") as expected:
         path = HERE / name if (HERE / name).is_dir() else HERE / f"{name}.pt"
         assert leaves_of(checkpoint.load(path)) == {k: v.tobytes() for k, v in expected.items()}
@@ -70,7 +70,7 @@ def test_objects_of_other_classes_are_left_out_and_said(caplog):
         ("two", "belong to no member of this archive; are there several in one file?"),
     ],
 )
-def test_what_is_not_read_is_named(name, what):
+def test_unread_contents_are_named(name, what):
     with pytest.raises(FormatError) as caught:
         checkpoint.load(HERE / f"{name}.pt")
     assert what in str(caught.value)

@@ -1,4 +1,4 @@
-"""Formats that eformer does not read are named, for directories as for files, with what to do."""
+"""Formats that eformer does not read are named, for directories as for files, with advice."""
 
 import bz2
 import io
@@ -36,7 +36,7 @@ CASES = [
     *((f"{n}.pkl", pickle.dumps({"a": 1}, n), "a pickle, which eformer never runs") for n in range(6)),
     ("x.pickle", pickle.dumps(np.ones(3)), "a pickle, which eformer never runs"),
     ("x.joblib", zlib.compress(pickle.dumps(np.ones(3))), "a pickle, which eformer never runs"),
-    ("x.pt", pickle.dumps({"a": 1}), "only what torch.save writes is read"),
+    ("x.pt", pickle.dumps({"a": 1}), "only files of torch.save are read"),
     ("x.onnx", b"\x08\x07\x12\x07pytorch", "a model of ONNX; read its weights with onnx.numpy_helper"),
     ("x", b"\x1c\0\0\0TFL3", "a model of TensorFlow Lite"),
     ("x.parquet", b"PAR1\0\0", "a file of Parquet: a table"),
@@ -50,12 +50,12 @@ CASES = [
         zipped("zarr.json"),
         "is a zip archive without arrays of numpy.* unpack it first: zarr.json",
     ),
-    ("x.ckpt", bytes(20), "a .ckpt file that is not of PyTorch; those of TensorFlow are not read"),
+    ("x.ckpt", bytes(20), "a .ckpt file that is not by PyTorch; if it is by TensorFlow, read its variables"),
     ("x.bin", b"lmgg\0\0", "a file of ggml from before GGUF"),
     ("x.bin", b"some text or other", "is not a checkpoint: it is not called .* begins with b'some text"),
     ("x.bin", b"<!DOCTYPE html>", "a web page: the download went wrong"),
-    ("x.pt", POINTER, "a pointer of Git LFS.*: fetch it with git lfs pull"),
-    ("x.safetensors", POINTER, "a pointer of Git LFS.*: fetch it with git lfs pull"),
+    ("x.pt", POINTER, "a pointer of Git LFS.*: fetch the file with git lfs pull"),
+    ("x.safetensors", POINTER, "a pointer of Git LFS.*: fetch the file with git lfs pull"),
     ("x.msgpack", b"\x81\xa1a\xd6\xff\0\0\0\0", "unknown extension type -1; known are 1"),
     ("x.db", b"SQLite format 3\0", "a database of SQLite"),
     ("x.mat", b"MATLAB 5.0 MAT-file", "a file of MATLAB; load it with scipy.io.loadmat"),

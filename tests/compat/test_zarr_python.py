@@ -1,4 +1,4 @@
-"""Directories of zarr-python: equal to what zarr-python reads, or refused with the name of what is not supported."""
+"""Directories of zarr-python load equal to its own arrays, or are refused with the name of the unsupported feature."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ def leaves_of(tree):
 
 
 @pytest.mark.parametrize("name", READ)
-def test_groups_are_what_zarr_python_reads(folder, name, tmp_path):
+def test_groups_equal_the_arrays_of_zarr_python(folder, name, tmp_path):
     with np.load(folder / f"{name}.npz") as npz:
         expected = {key: data.tobytes() for key, data in npz.items()}
     assert leaves_of(checkpoint.load(folder / name)) == expected
@@ -64,7 +64,7 @@ def test_attributes_of_the_group_are_metadata_and_parts_are_read(folder):
     [
         ("v3-text", r"leaf 'w' is of the type \{'name': 'fixed_length_utf32'"),
         ("v3-zeros", r"2 of 2 chunks are missing; they are not read as zeros. \(zarr-python leaves out"),
-        ("v3-shards-blosc", "blosc inside of sharding_indexed is not supported"),
+        ("v3-shards-blosc", "blosc inside sharding_indexed is not supported"),
         ("v2-lz4", "compressed by 'lz4', which eformer does not decode. It is not damaged"),
         ("v2-lzma", "compressed by 'lzma'"),
         ("v2-delta", r"changed by the filters \['delta'\], which eformer does not decode"),
@@ -72,7 +72,7 @@ def test_attributes_of_the_group_are_metadata_and_parts_are_read(folder):
         ("v2-zeros", "2 of 2 chunks are missing.* unless write_empty_chunks is set"),
     ],
 )
-def test_what_is_not_supported_is_named(folder, name, message):
+def test_unsupported_arrays_are_named(folder, name, message):
     with pytest.raises(FormatError, match=message):
         checkpoint.load(folder / name)
 

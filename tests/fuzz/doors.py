@@ -15,8 +15,8 @@ import numpy as np
 import eformer
 from eformer import checkpoint, pytree
 from eformer._engine.formats.msgpack import reader
-from eformer._engine.formats.msgpack.reader import unpack
-from eformer._engine.formats.msgpack.writer import pack
+from eformer._engine.formats.msgpack.reader import unpack_tree
+from eformer._engine.formats.msgpack.writer import pack_tree
 from eformer._engine.stores.checkpoints import remove_checkpoint
 from eformer._engine.stores.locate import store_at
 from eformer._engine.tools.view import LeafView
@@ -176,7 +176,7 @@ class Doors:
             raise AssertionError("the two ways of reading disagree")
         if trees[0] is not None:
             first = _packed(trees[0])
-            if _packed(unpack(first)) != first:
+            if _packed(unpack_tree(first)) != first:
                 raise AssertionError("what was read is not what is read after writing it")
 
     def from_bytes(self, path: str) -> None:
@@ -283,7 +283,7 @@ def _read(leaf: Any) -> None:
 def _unpacked(data: bytes, check_framing_above: int) -> Any:
     before, reader._CHECK_FRAMING_ABOVE = reader._CHECK_FRAMING_ABOVE, check_framing_above
     try:
-        return unpack(data)
+        return unpack_tree(data)
     except FormatError:
         return None
     finally:
@@ -292,7 +292,7 @@ def _unpacked(data: bytes, check_framing_above: int) -> Any:
 
 def _packed(tree: Any) -> bytes:
     data = io.BytesIO()
-    pack(tree, data.write, max_chunk=64, sort_keys=False)
+    pack_tree(tree, data.write, max_chunk=64, sort_keys=False)
     return data.getvalue()
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.formats.msgpack.reader import unpack
+from eformer._engine.formats.msgpack.reader import unpack_tree
 from eformer._engine.formats.others import torch_distributed, zarr3
 from eformer._engine.formats.others.npy import parse_npy_header
 from eformer._engine.formats.others.orbax_metadata import CheckpointMetadata, TreeMetadata, build_structure
 from eformer._engine.formats.others.single_file import SingleFile
 from eformer._engine.formats.others.sniff import FILE_READERS
 from eformer._engine.formats.safetensors.header import header_length, parse_header
-from eformer._engine.formats.zarr.original_structure import parse_structure
+from eformer._engine.formats.zarr.original_structure import parse_original_structure
 from eformer._engine.record.holdings import holders
 from eformer._engine.record.indexes import Index
 from eformer._engine.record.manifest import Manifest
@@ -96,7 +96,7 @@ class _Bytes:
 
 
 def single_file(data: bytes) -> None:
-    """Find the checkpoint that a file is, as `sniff.in_file` does."""
+    """Find the checkpoint that a file is, as `sniff.in_other_file` does."""
     inside: Any = _Bytes(data)
     file = SingleFile(inside, "x", len(data), "", inside)
     for read in FILE_READERS:
@@ -119,7 +119,7 @@ PARSERS: dict[str, Callable[[bytes], Any]] = {
     "manifest.json": manifest,
     "tensorstore_index.json": index,
     ".safetensors": header,
-    ".msgpack": lambda data: (unpack(data), single_file(data)),
+    ".msgpack": lambda data: (unpack_tree(data), single_file(data)),
     ".npy": lambda data: (npy(data), single_file(data)),
     **dict.fromkeys((".npz", ".eqx", ".pt", ".bin", ".gguf"), single_file),
     ".distcp": single_file,
@@ -128,7 +128,7 @@ PARSERS: dict[str, Callable[[bytes], Any]] = {
     "journal.json": lambda data: parse_json(data, Journal, "x"),
     "eformer.sig": lambda data: signed_files(data, _KEY, "x"),
     ".zarray": lambda data: parse_zarray(data, "x").require_readable("x"),
-    "_structure.json": lambda data: parse_structure(data, "x"),
+    "_structure.json": lambda data: parse_original_structure(data, "x"),
     "_CHECKPOINT_METADATA": orbax_checkpoint,
     "_METADATA": orbax_tree,
     ".scores.json": lambda data: parse_json(data, Scores, "x"),

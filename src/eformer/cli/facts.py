@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from eformer._engine.formats.find import find, signer_of
-from eformer._engine.formats.others.orbax import steps_in
+from eformer._engine.formats.others.orbax import step_names_in
 from eformer._engine.formats.steps import last_step_in
 from eformer._engine.record.manifest import encode_leaves
 from eformer._engine.record.names import readable_names, resolve
@@ -57,7 +57,7 @@ def checkpoint_facts(
     }
     store = store_at(path)
     where = on_disk(store)
-    steps = steps_in(where, list(store.kinds())) if where and where.is_dir() else []
+    steps = step_names_in(where, list(store.kinds())) if where and where.is_dir() else []
     if steps and Path(found.path).name == steps[-1]:
         facts["steps"] = steps
     if found.foreign.find_damages:

@@ -18,9 +18,9 @@ from typing import IO, TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from eformer._engine.formats.msgpack.reader import unpack as _unpack
+from eformer._engine.formats.msgpack.reader import unpack_tree as _unpack
 from eformer._engine.formats.msgpack.writer import can_pack as _can_pack
-from eformer._engine.formats.msgpack.writer import pack as _pack
+from eformer._engine.formats.msgpack.writer import pack_tree as _pack
 from eformer._engine.record.signature import signature_name as _signature_name
 from eformer._engine.stores.directory import Directory as _Directory
 from eformer._engine.stores.durable import replacing as _replacing

@@ -1,6 +1,6 @@
-"""Checkpoints of arrays that mean harm: they are refused at once, and nothing outside of them is read or removed.
+"""Hostile checkpoints of arrays are refused quickly, and no file outside them is read or removed.
 
-A digest is no signature: whoever can write an index can seal it.
+A digest is no signature: an attacker who can write an index can seal it.
 """
 
 import bz2
@@ -90,7 +90,7 @@ def test_a_journal_that_leads_out_removes_nothing(ours, victim, name):
 
 
 @pytest.mark.parametrize("what", ["fifo", "/dev/zero"])
-def test_a_journal_that_never_ends_holds_nobody_up(ours, what):
+def test_a_journal_that_never_ends_delays_no_save(ours, what):
     scratch = ours / ".eformer-0123456789abcdef.tmp"
     scratch.mkdir()
     if what == "fifo":
@@ -131,7 +131,7 @@ def test_a_database_elsewhere_is_refused(tmp_path, database, kind):
         load(database)
 
 
-def test_a_pipe_in_a_database_holds_nobody_up(database):
+def test_a_pipe_in_a_database_delays_no_reader(database):
     file = next((database / "m.ocdbt" / "d").iterdir())
     file.unlink()
     os.mkfifo(file)
@@ -153,7 +153,7 @@ def test_a_coding_that_we_never_write_is_refused(ours, coding):
         load(ours)
 
 
-# --------------------------------------------------------------------------------------------- others'
+# --------------------------------------------------------------------------------------------- of other programs
 
 
 def foreign(path, **metadata):
@@ -188,7 +188,7 @@ def test_a_node_is_looked_at_whatever_its_file_is_called(database, file):
         load(database)
 
 
-def test_a_node_above_others_that_is_far_larger_than_any_is_refused(database):
+def test_a_huge_inner_node_is_refused(database):
     """To look at the nodes below it would take hundreds of times as much memory."""
     write_bomb(database / "m.ocdbt", 400_000, height=1)
     with pytest.raises(FormatError, match=r"d/x has a node of \d+ bytes .*, expected at most 1048576 bytes"):
@@ -361,7 +361,7 @@ def test_an_index_and_an_array_that_disagree_are_an_error(tmp_path):
     listed = {"path": "w", "shape": [7], "dtype": "int8"}
     index = {"format": "tensorstore", "version": "1.0", "arrays": [listed]}
     (tmp_path / "tensorstore_index.json").write_text(json.dumps(index))
-    with pytest.raises(FormatError, match=r"the index says int8\[7\], .zarray says float32\[5, 2\]"):
+    with pytest.raises(FormatError, match=r".zarray describes float32\[5, 2\], but the index says int8\[7\]"):
         load(tmp_path)
 
 
@@ -403,7 +403,7 @@ def test_a_flipped_byte_in_a_description_is_an_error_of_ours_or_none(tmp_path, b
         assert "w" in str(error)  # noqa: PT017
 
 
-def test_a_damaged_tree_of_others_harms_none_of_ours(tmp_path):
+def test_a_damaged_tree_of_another_program_harms_none_of_ours(tmp_path):
     foreign(tmp_path / "sub")
     (tmp_path / "sub").rename(tmp_path / "old")
     index = {"format": "tensorstore", "version": "2.0", "prefixes": {"old": [{"path": "old/w"}]}}
@@ -461,7 +461,7 @@ def test_many_readers_at_once_do_not_run_out_of_files(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_view_of_what_was_replaced_says_so(database):
+def test_a_view_of_a_replaced_checkpoint_says_so(database):
     view = checkpoint.open(database)
     save({"w": np.zeros(2)}, database, prefix="m", format="tensorstore", options=SaveOptions(ocdbt=True))
     with pytest.raises(FileNotFoundError, match="was replaced by a newer save; open it again"):

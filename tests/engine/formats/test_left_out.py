@@ -131,7 +131,7 @@ def test_a_load_warns_once(path, caplog):
     assert "more.bin; optimizer.pt" in record.message
 
 
-def test_what_is_left_out_is_shown(path):
+def test_left_out_files_are_shown(path):
     put(path, "optimizer.pt")
     with checkpoint.open(path) as view:
         assert view.left_out == ("optimizer.pt",)
@@ -146,7 +146,7 @@ def test_a_comparison_says_that_it_is_not_of_all(path):
 
 
 @pytest.mark.parametrize("form", ["safetensors", "tensorstore"])
-def test_the_manifest_says_what_belongs_to_a_checkpoint_of_ours(tmp_path, form):
+def test_files_of_our_checkpoints_are_known_by_the_manifest(tmp_path, form):
     checkpoint.save({"w": W}, tmp_path / "c", format=form)
     put(tmp_path / "c", "README.md", "pytorch_model.bin", "checkpoint", "more/x.npz")
     assert checkpoint.verify(tmp_path / "c").ok

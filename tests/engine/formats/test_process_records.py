@@ -1,4 +1,4 @@
-"""What a load reads of a checkpoint of several processes grows with what it loads, not with how many wrote it."""
+"""The records that a load reads grow with the loaded leaves, not with the number of processes that saved."""
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +91,7 @@ def test_only_the_records_of_the_wanted_boxes_are_read(tmp_path, records, layout
     assert records == [0, 1, 2, 3]
 
 
-def test_what_is_located_is_what_all_records_together_say(tmp_path, monkeypatch, layout):
+def test_located_leaves_are_as_all_records_together_say(tmp_path, monkeypatch, layout):
     monkeypatch.setattr(_record, "PIECE_BYTES", 256)
     assert save_together(Crew(4), lambda host: sharded_tree(), tmp_path, layout) == [None] * 4
     found = find(tmp_path)
@@ -169,7 +169,7 @@ def test_a_bit_of_the_table_that_flips_is_an_error(tmp_path):
     [
         (
             lambda table: Holdings(table.leaves, table.files[:-1]),
-            "tells of 3 files what they hold, and names 4",
+            "has the boxes of 3 files, but names 4",
         ),
         (lambda table: Holdings(table.leaves, ((), *table.files[1:])), "do not cover"),
         (lambda table: Holdings((), ((),) * 4), "do not cover"),

@@ -124,7 +124,7 @@ def test_the_configuration_says_how(tmp_path, config, how):
 
 
 @pytest.mark.parametrize("keys", [["llm_config"], ["thinker_config", "text_config"]])
-def test_declarations_count_in_configurations_inside_of_others(tmp_path, keys):
+def test_declarations_count_in_nested_configurations(tmp_path, keys):
     config = {"quantization_config": FP8}
     for key in reversed(keys):
         config = {key: config, "vision_config": {"depth": 3}}
@@ -205,7 +205,7 @@ def test_a_declaration_in_the_header_counts(tmp_path, text, is_read):
 
 
 @pytest.mark.parametrize("config", [None, {"quantization_config": FP8}])
-def test_a_weight_is_refused_if_its_scales_are_missing_and_others_have_theirs(tmp_path, config):
+def test_a_weight_without_scales_is_refused_beside_weights_with_scales(tmp_path, config):
     leaves = {**LAYOUTS["fp8"][0], "b.weight": block(), "b.table": block(np.float32)}
     path = model(tmp_path / "model", leaves, config)
     with pytest.raises(QuantizedError, match=r"b.weight: float8_e4m3fn\[2, 4\], whose scales are missing"):
@@ -391,7 +391,9 @@ def test_a_configuration_that_makes_no_sense_stops_no_load(tmp_path, text, caplo
     path = model(tmp_path / "model", {"a.weight": block()})
     (path / "config.json").write_text(text)
     assert load(path)
-    assert ("whether it says that the model is quantised is not known" in caplog.text) == (text[1:2] != '"')
+    assert ("eformer cannot tell whether it declares the model as quantised" in caplog.text) == (
+        text[1:2] != '"'
+    )
 
 
 @pytest.mark.parametrize("text", ["{", '{"a": ' * 10**5], ids=["cut", "deep"])
@@ -431,7 +433,7 @@ def test_a_configuration_that_may_not_be_read_stops_no_load():
         (path / "model.safetensors").chmod(0o644)
         command = [sys.executable, "-c", AS_USER, str(path)]
         done = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
-    assert "whether it says that the model is quantised is not known" in done.stderr
+    assert "eformer cannot tell whether it declares the model as quantised" in done.stderr
 
 
 def test_files_of_pytorch_are_refused_by_their_configuration(tmp_path):

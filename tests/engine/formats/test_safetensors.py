@@ -165,7 +165,7 @@ def test_a_tensor_of_absurdly_many_axes_is_refused_at_once(tmp_path, weights):
         load(tmp_path / "x.safetensors")
 
 
-def test_what_lies_about_does_not_make_a_save_fail(tmp_path, weights):
+def test_stray_files_do_not_make_a_save_fail(tmp_path, weights):
     save(weights, tmp_path)
     (tmp_path / "x.safetensors").write_bytes(header(b'{"\xff": 1}'))
     (tmp_path / "model.safetensors.index.json").write_bytes(b'{"metadata": {"eformer": "\xff"}}')
@@ -408,7 +408,7 @@ def test_a_manifest_settles_which_format_a_directory_has(tmp_path, monkeypatch):
 
 
 def test_an_index_of_arrays_goes_before_a_manifest(tmp_path):
-    """Saves of arrays look at the index alone: what they have saved is what is loaded."""
+    """Saves of arrays look at the index alone, so a load must follow the index, too."""
     save({"w": np.zeros(3)}, tmp_path / "a")
     save({"w": np.ones(3)}, tmp_path / "b", format="tensorstore")
     shutil.copy(tmp_path / "a" / "manifest.json", tmp_path / "b")

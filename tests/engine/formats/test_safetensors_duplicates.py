@@ -36,7 +36,7 @@ def written(folder, text):
         ),
     ],
 )
-def test_what_is_said_twice_is_refused_by_name(tmp_path, text, message):
+def test_repeated_fields_are_refused_by_name(tmp_path, text, message):
     with pytest.raises(FormatError, match=message):
         load(written(tmp_path, text))
 

@@ -1,4 +1,4 @@
-"""What other programs find in safetensors files: tensors by the names that people write, and which file has which."""
+"""Other programs find tensors in safetensors files by the names that people write, and an index of the files."""
 
 import json
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eformer import checkpoint
-from eformer._engine.formats.safetensors.names import region_name, tensor_names
+from eformer._engine.formats.safetensors.names import box_name, tensor_names
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.names import escape, join_name
 from eformer._engine.saving import save as saving
@@ -91,7 +91,7 @@ def test_no_two_tensors_have_one_name(paths):
     leaves = {join_name(map(escape, path)): None for path in paths}
     called = tensor_names(leaves)
     box = Box((0,), (1,))
-    names = [region_name(name, region) for name in called.values() for region in (None, box)]
+    names = [box_name(name, part) for name in called.values() for part in (None, box)]
     assert list(called) == list(leaves)
     assert len({*names, "__metadata__"}) == 2 * len(leaves) + 1
     for path, name in zip(dict.fromkeys(map(tuple, paths)), called.values(), strict=True):

@@ -1,4 +1,4 @@
-"""Safetensors files of others, and what others see in ours."""
+"""Safetensors files of other programs, and eformer's files as other programs see them."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from support.trees import assert_same
 # --------------------------------------------------------------------------------------- other readers
 
 
-def test_the_file_of_a_directory_is_what_hugging_face_looks_for(tmp_path, weights):
+def test_the_file_of_a_directory_has_the_name_that_hugging_face_looks_for(tmp_path, weights):
     save(weights, tmp_path)
     assert_equal(safetensors.numpy.load_file(tmp_path / "model.safetensors"), flat(weights))
     assert sorted(os.listdir(tmp_path)) == ["manifest.json", "model.safetensors"]
@@ -332,7 +332,7 @@ def test_an_absurd_empty_shape_is_no_crash(tmp_path):
         load(tmp_path / "x.safetensors")
 
 
-def test_a_directory_that_holds_something_else_says_what_was_looked_for(tmp_path):
+def test_a_directory_of_other_files_is_an_error_that_names_the_known_files(tmp_path):
     for name in ("notes.txt", "weights.bin"):
         (tmp_path / name).write_text("x")
     with pytest.raises(NotFoundError, match=r"looked for .*manifest.json.*found notes.txt, weights.bin"):

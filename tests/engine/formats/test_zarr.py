@@ -1,4 +1,4 @@
-"""The layouts of zarr arrays: the contract, what other readers see, and what other writers wrote."""
+"""The layouts of zarr arrays: the contract, files for other readers, and files of other writers."""
 
 import fcntl
 import json
@@ -154,7 +154,7 @@ def test_a_chunk_is_capped_by_rows_that_divide_a_shard(tmp_path):
     np.testing.assert_array_equal(load(tmp_path)["w"], array)
 
 
-def test_the_last_chunk_is_filled_up_and_read_without_what_fills_it(tmp_path):
+def test_the_last_chunk_is_padded_and_read_without_the_padding(tmp_path):
     array = np.arange(70.0).reshape(7, 10)
     arrays_save({"w": array}, tmp_path, max_chunk_bytes=240)
     assert opened(tmp_path / "w").chunk_layout.read_chunk.shape == (3, 10)
@@ -163,7 +163,7 @@ def test_the_last_chunk_is_filled_up_and_read_without_what_fills_it(tmp_path):
     np.testing.assert_array_equal(load(tmp_path)["w"], array)
 
 
-def test_what_is_compressed_is_smaller(tmp_path):
+def test_compressed_arrays_are_smaller(tmp_path):
     arrays_save({"w": np.zeros(100_000)}, tmp_path, compression="zstd")
     assert sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file()) < 10_000
     assert checkpoint.verify(tmp_path).ok
@@ -227,10 +227,10 @@ def test_a_directory_that_is_in_the_way_is_left_alone(tmp_path, weights):
 
 def test_two_formats_do_not_share_a_directory(tmp_path, weights):
     save(weights, tmp_path / "s")
-    with pytest.raises(FileExistsError, match=r"manifest.json is there.*another format"):
+    with pytest.raises(FileExistsError, match=r"manifest.json exists.*another format"):
         arrays_save(weights, tmp_path / "s")
     arrays_save(weights, tmp_path / "t")
-    with pytest.raises(FileExistsError, match=r"tensorstore_index.json is there.*another format"):
+    with pytest.raises(FileExistsError, match=r"tensorstore_index.json exists.*another format"):
         save(weights, tmp_path / "t")
     assert_same(load(tmp_path / "s"), weights)
     assert_same(load(tmp_path / "t"), weights)
@@ -429,7 +429,7 @@ def test_a_chunk_that_is_a_pipe_or_a_device_is_refused_at_once(one):
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("compressor", [None, {"id": "zstd"}], ids=str)
-def test_a_description_that_claims_what_cannot_be_is_refused_at_once(one, change, compressor):
+def test_a_description_with_impossible_claims_is_refused_quickly(one, change, compressor):
     file = one / "w" / ".zarray"
     described = json.loads(file.read_text()) | {"compressor": compressor} | change
     file.write_text(json.dumps(described))
@@ -483,7 +483,7 @@ def test_a_database_that_is_damaged_is_an_error(tmp_path, weights, name):
         load(tmp_path)
 
 
-def test_what_a_dead_save_left_is_removed_though_others_have_committed_since(tmp_path, monkeypatch):
+def test_remains_of_a_dead_save_are_removed_after_later_commits(tmp_path, monkeypatch):
     """Its lock may outlive it for a while; by then the index has forgotten it."""
     save({"a": np.ones(3)}, tmp_path, format="tensorstore")
     with monkeypatch.context() as patch:  # it dies right after its commit
@@ -503,7 +503,7 @@ def test_what_a_dead_save_left_is_removed_though_others_have_committed_since(tmp
 
 
 @pytest.mark.parametrize("ocdbt", [False, True])
-def test_what_the_file_system_does_not_list_is_not_committed(tmp_path, monkeypatch, ocdbt):
+def test_arrays_that_the_file_system_does_not_list_are_not_committed(tmp_path, monkeypatch, ocdbt):
     options = SaveOptions(ocdbt=ocdbt)
     save({"w": np.ones(3)}, tmp_path / "run", format="tensorstore", options=options)
     monkeypatch.setattr(LocalUpload, "names", lambda upload: [])

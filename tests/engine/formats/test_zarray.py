@@ -43,7 +43,7 @@ def test_a_chunk_is_within_the_limit_unless_one_element_is_not(given, limit):
 
 
 @given(sharded(), st.integers(4, 600))
-def test_what_fills_up_a_chunk_lies_behind_all_that_counts(given, limit):
+def test_padding_of_a_chunk_follows_all_elements(given, limit):
     shape, shard = given
     chunk = chunk_shape(shape, shard, 4, limit)
     for _, box in chunks_of(shape, chunk):

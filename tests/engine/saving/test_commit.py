@@ -498,7 +498,7 @@ def test_a_record_without_files_is_refused(tmp_path, has_table):
     (tree,) = raw.trees.values()
     tree = msgspec.structs.replace(tree, files=(), holdings=tree.holdings if has_table else msgspec.UNSET)
     (tmp_path / "manifest.json").write_bytes(raw.with_tree("", tree).to_json())
-    says = "tells of 2 files what they hold, and names 0" if has_table else "do not cover the shape"
+    says = "has the boxes of 2 files, but names 0" if has_table else "do not cover the shape"
     with pytest.raises(FormatError, match=says):
         load(tmp_path)
     assert not checkpoint.verify(tmp_path).ok

@@ -149,7 +149,7 @@ def test_the_last_step_of_orbax_is_refused_if_it_is_a_link_out_of_its_run(tmp_pa
     shutil.copytree(tmp_path / "run" / f"{last}", tmp_path / "outside")
     (tmp_path / "run" / f"{last + 1}").symlink_to(tmp_path / "outside")
     opens = watch(tmp_path / "outside")
-    with pytest.raises(FormatError, match="outside of the run; pass that path"):
+    with pytest.raises(FormatError, match="outside the run; pass that path"):
         load(tmp_path / "run")
     assert opens.seen() == []
     assert load(tmp_path / "run" / f"{last + 1}")  # the path of the caller

@@ -1,1 +1,1 @@
-"""Describe how leaves are stored in files, those of eformer and those of other programs. No jax."""
+"""Describe how leaves are stored in files, in the formats of eformer and of other programs. No jax."""

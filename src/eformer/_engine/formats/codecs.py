@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 def zstd_compress(data: Buffer) -> bytes:
-    """Compress at level 1, which is faster than most disks; higher levels hardly shrink the weights of a model."""
+    """Compress at level 1, which is faster than most disks. Higher levels hardly shrink the weights of a model."""
     return zstandard.ZstdCompressor(level=1).compress(data)
 
 
 def decoded(
     codec: str, data: np.ndarray[Any, Any], shape: tuple[int, ...], itemsize: int, detail: str
 ) -> bytes | np.ndarray[Any, Any]:
-    """Decode a chunk of this shape; raise a FormatError if it does not decode to as many bytes.
+    """Decode a chunk of this shape. Raise a FormatError if it does not decode to the bytes of the shape.
 
-    `codec` is "zstd", "zarr" (as the array's metadata in `detail` says), or "" for plain bytes. Whatever the data
-    claims, a small multiple of the chunk is enough memory.
+    `codec` is "zstd", "zarr" (as the array's metadata in `detail` says), or "" for plain bytes. Memory is bounded by a
+    small multiple of the chunk, whatever length the data claims.
     """
     nbytes = itemsize * math.prod(shape)
     chunk: bytes | np.ndarray[Any, Any] = data
@@ -46,9 +46,9 @@ def decoded(
 
 def _zstd_decompress(data: Buffer, nbytes: int) -> bytes:
     try:
-        # Checked first, because zstd allocates as much as the frame says.
+        # Checked first, because zstd allocates as many bytes as the frame claims.
         if zstandard.frame_content_size(data) not in (-1, nbytes):
-            raise FormatError(f"zstd that does not decompress to {nbytes} bytes")
+            raise FormatError(f"zstd data that does not decompress to {nbytes} bytes")
         return zstandard.ZstdDecompressor().decompress(data, max_output_size=nbytes, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise FormatError(f"not zstd, or damaged: {error}") from error
@@ -60,7 +60,7 @@ def _zstd_decompress(data: Buffer, nbytes: int) -> bytes:
 def _zarr_decode(
     data: np.ndarray[Any, Any], shape: tuple[int, ...], itemsize: int, metadata: str
 ) -> np.ndarray[Any, Any]:
-    """Decode a chunk with any compressor, order and byte order of zarr v2."""
+    """Decode a chunk of zarr 2, whichever its compressor, memory order and byte order."""
     described, nbytes = parse_zarray(metadata, "its recorded .zarray"), itemsize * math.prod(shape)
     if described.filters:
         raise FormatError(f"filters are not supported: {str(described.filters)[:200]}")
@@ -90,26 +90,27 @@ def _decompress(codec: str, data: np.ndarray[Any, Any], nbytes: int) -> Buffer:
 
 
 def _inflate(codec: str, begin: Callable[[], Any], data: Buffer, nbytes: int) -> bytes:
-    """Decompress streams that follow each other, until there is one byte too many."""
+    """Decompress streams that follow each other. Stop one byte after `nbytes`, which proves that the data is too long,
+    so that a short stream cannot fill the memory."""
     rest, found = memoryview(data), b""
     try:
         while rest and len(found) <= nbytes:
             stream = begin()
             found += stream.decompress(rest, nbytes + 1 - len(found))
             if not stream.eof and len(found) <= nbytes:
-                raise FormatError(f"{codec} that ends early")
+                raise FormatError(f"{codec} data that ends early")
             rest = memoryview(stream.unused_data)
     except (zlib.error, OSError, EOFError) as error:
         raise FormatError(f"not {codec}, or damaged: {error}") from error
     if len(found) > nbytes:
-        raise FormatError(f"{codec} that decompresses to more than {nbytes} bytes")
+        raise FormatError(f"{codec} data that decompresses to more than {nbytes} bytes")
     return found
 
 
 def _decoded_by_tensorstore(
     data: np.ndarray[Any, Any], shape: tuple[int, ...], nbytes: int, metadata: str
 ) -> np.ndarray[Any, Any]:
-    """Decode a chunk that blosc compressed, as an array in its memory."""
+    """Decode a chunk that blosc compressed: give it to TensorStore as the only chunk of an array in memory."""
     import tensorstore as ts  # late: it is slow to import
 
     require_blosc(data[:BLOSC_HEADER].tobytes(), nbytes)
@@ -122,7 +123,7 @@ def _decoded_by_tensorstore(
         ts.KvStore.open(memory, context=context).result().write(name, data.tobytes()).result()
         spec = {"driver": "zarr", "kvstore": memory, "metadata": described}
         chunk = ts.open(spec, context=context, create=True).result().read().result()
-    except Exception as error:  # damaged chunks make TensorStore raise anything
+    except Exception as error:  # TensorStore raises errors of many kinds for damaged chunks
         raise FormatError(f"TensorStore cannot decode it: {error}") from error
     return np.frombuffer(np.ascontiguousarray(chunk).tobytes(), np.uint8)
 
@@ -132,10 +133,10 @@ _MOST_BLOSC = 2**31  # bytes
 
 
 def require_blosc(header: bytes, nbytes: int) -> None:
-    """Refuse a chunk of blosc that does not claim to decode to so many bytes: TensorStore allocates what it claims, and
-    a failed allocation in it ends the process."""
+    """Refuse a chunk of blosc unless its header claims to decode to `nbytes`: TensorStore allocates the claimed length,
+    and a failed allocation there ends the process."""
     claimed = int.from_bytes(header[4:8], "little")
     if len(header) < BLOSC_HEADER or claimed != nbytes or nbytes > _MOST_BLOSC:
         raise FormatError(
-            f"blosc that claims to decode to {claimed} bytes cannot be a chunk of {nbytes} bytes"
+            f"blosc data that claims to decode to {claimed} bytes cannot be a chunk of {nbytes} bytes"
         )

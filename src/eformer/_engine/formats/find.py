@@ -133,7 +133,7 @@ def _find_in(store: Store, name: str) -> Found:
         return _in_directory(Place(store))
     if not store.exists(name):
         return safetensors.by_base_name(store, name) or _missing(store, name)
-    return files.in_file(store, name) or safetensors.in_file(store, name)
+    return files.in_other_file(store, name) or safetensors.in_file(store, name)
 
 
 def look_at(path: str | os.PathLike[str], use: Callable[[Found], T], key: Verifier | None = None) -> T:
@@ -375,7 +375,7 @@ DIRECTORY_READERS: tuple[DirectoryReader, ...] = (
     arrays.without_index,
     flax_directory.by_model,
     torch_distributed.by_metadata,
-    torch.by_files,
+    torch.by_model_files,
     zarr3.by_description,
     files.refuse_tensorflow,
     torch_distributed.refuse_unfinished,

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
     from eformer._engine.stores.base import Store
 
-MOST_DEPTH = 100  # of directories that are looked into
+MOST_DEPTH = 100  # levels of directories to enter
 
-_PART = re.compile(r"c|\d+")  # a directory of chunks
+_CHUNK_DIRECTORY = re.compile(r"c|\d+")
 
 _WITHOUT_LEAVES = (
     "*.json", "*.jsonl", "*.md", "*.rst", "*.txt", "*.text", "*.log", "*.yaml", "*.yml", "*.toml", "*.cfg", "*.ini",
@@ -56,14 +56,14 @@ def left_out(store: Store, read: AbstractSet[str]) -> tuple[str, ...]:
     """List the paths below the store that are left out. A whole directory, such as an array, is one path that ends in a
     slash.
 
-    `read` has the paths of the files and directories that are read, directories with everything below them; but in that
-    of an array, only its chunks are. The path "" is that of a directory that is one array.
+    read  the paths of the files and directories that the reader reads. A directory covers everything below it, but the
+          directory of an array covers only its chunks. "" stands for a store that is one array.
     """
     return tuple(sorted(_strays(store, "") if "" in read else _unread(store, read)))
 
 
 def holds_leaves(store: Store) -> bool:
-    """Tell whether a file below the store may hold leaves, and belongs to no checkpoint by eformer. Stop at the first
+    """Tell whether a file below the store may hold leaves and belongs to no checkpoint by eformer. Stop at the first
     such file."""
     return next(_unread(store, frozenset()), None) is not None
 
@@ -77,7 +77,7 @@ def _unread(store: Store, read: AbstractSet[str]) -> Iterator[str]:
         except OSError:  # its contents are unknown
             yield f"{path}/"
             continue
-        if path and is_checkpoint(store, path):
+        if path and is_eformer_checkpoint(store, path):
             continue
         is_array = path and kinds.keys() & {ZARRAY, ZARR_JSON, DATABASE_MANIFEST}
         if is_array and not any(name.startswith(f"{path}/") for name in read):
@@ -100,7 +100,7 @@ def _unread(store: Store, read: AbstractSet[str]) -> Iterator[str]:
 
 
 def _strays(store: Store, array: str) -> Iterator[str]:
-    """List what is in the directory of an array, and neither describes it nor is one of its chunks."""
+    """List the files and directories in the directory of an array that neither describe it nor are its chunks."""
     start = f"{array}/" if array else ""
     chunks = chunk_names(store, array)
     todo = [""] if chunks else []
@@ -113,7 +113,7 @@ def _strays(store: Store, array: str) -> Iterator[str]:
             if kind != "directory":
                 if may_hold_leaves(name):
                     yield f"{start}{path}"
-            elif path.count("/") <= len(chunks.counts) and _PART.fullmatch(name):
+            elif path.count("/") <= len(chunks.counts) and _CHUNK_DIRECTORY.fullmatch(name):
                 todo.append(f"{path}/")
             else:
                 yield f"{start}{path}/"
@@ -123,8 +123,8 @@ def may_hold_leaves(name: str) -> bool:
     return name == ZARR_JSON or not any(fnmatchcase(name, pattern) for pattern in _WITHOUT_LEAVES)
 
 
-def is_checkpoint(store: Store, path: str) -> bool:
-    """Tell whether a directory is a checkpoint of its own: whether it has an index, or a manifest by eformer."""
+def is_eformer_checkpoint(store: Store, path: str) -> bool:
+    """Tell whether a directory is a checkpoint of its own: it has an index of arrays, or a manifest by eformer."""
     try:
         if store.exists(f"{path}/{INDEX}"):
             return True
@@ -160,14 +160,14 @@ class _Zarr3(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ChunkNames:
-    """The names of an array's chunks: `first`, then as many numbers as it has axes, each less than that of `counts`."""
+    """The names of an array's chunks: `first`, then one number for each axis, each less than its entry in `counts`."""
 
     counts: tuple[int, ...]
     separator: str
     first: str = ""
 
     def has(self, name: str) -> bool:
-        """Tell whether a path in the array's directory is that of a chunk."""
+        """Tell whether a path in the array's directory is the path of a chunk."""
         if not self.counts:
             return name == (self.first or "0")
         numbers = name.split(self.separator)
@@ -177,8 +177,8 @@ class ChunkNames:
 
 
 def chunk_names(store: Store, path: str) -> ChunkNames | None:
-    """Read the names of the chunks of the array in a directory; None if there is none, or one whose description makes
-    no sense."""
+    """Read the names of the chunks of the array in a directory. Return None if the directory has no description of an
+    array, or an invalid one."""
     for name, parse in ((ZARRAY, _of_zarr2), (ZARR_JSON, _of_zarr3)):
         where = f"{path}/{name}" if path else name
         try:

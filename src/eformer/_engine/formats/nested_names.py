@@ -19,7 +19,7 @@ from eformer.errors import FormatError, MismatchError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-# A name of more parts keeps its last dots: no model has dicts nested that deep.
+# A name with more parts keeps its last dots: no model has dicts nested that deep.
 _MAX_PARTS = 100
 
 Parts = tuple[str, ...]
@@ -27,12 +27,12 @@ T = TypeVar("T")
 
 
 def parts_of_name(name: str) -> Parts:
-    """Split a name that another program joined by dots into escaped parts."""
+    """Split a name that another program joined with dots into escaped parts."""
     return tuple(escape(part) for part in name.split(".", _MAX_PARTS))
 
 
 def split_spelled(name: str) -> Parts:
-    """Split a leaf's name, or a name that a person wrote, into escaped parts."""
+    """Split the name of a leaf, or a name that a person wrote, into escaped parts."""
     try:
         name_to_path(name)
     except FormatError:
@@ -55,8 +55,9 @@ def parts_of_path(path: str) -> Parts:
 
 
 def nested_spelled(names: Mapping[str, str]) -> tuple[Any, dict[str, str]]:
-    """Return `nested` of names that people wrote. Raise if two of them are spellings of one name."""
-    structure, final = nested({leaf: split_spelled(name) for leaf, name in names.items()})
+    """Return the structure for names that people wrote, and the new name of each leaf. Raise MismatchError if two of
+    them spell one name."""
+    structure, final = nested_dicts({leaf: split_spelled(name) for leaf, name in names.items()})
     seen: dict[str, str] = {}
     problems = []
     for leaf, name in final.items():
@@ -68,15 +69,15 @@ def nested_spelled(names: Mapping[str, str]) -> tuple[Any, dict[str, str]]:
 
 
 def nest(leaves: Mapping[str, T], split: Callable[[str], Parts]) -> tuple[Any, dict[str, T]]:
-    """Return the structure of nested dicts that holds the leaves, and these by their new names."""
-    structure, names = nested({leaf: split(leaf) for leaf in leaves})
+    """Return the structure of nested dicts that holds the leaves, and the leaves by their new names."""
+    structure, names = nested_dicts({leaf: split(leaf) for leaf in leaves})
     return structure, {names[leaf]: found for leaf, found in leaves.items()}
 
 
-def nested(leaves: Mapping[str, Parts]) -> tuple[Any, dict[str, str]]:
+def nested_dicts(leaves: Mapping[str, Parts]) -> tuple[Any, dict[str, str]]:
     """Return the structure of nested dicts that holds the leaves, and the new name of each leaf.
 
-    If both "a" and "a.b" are leaves, the latter keeps its dot: {"a": ..., "a.b": ...}.
+    If both "a" and "a.b" are leaves, "a.b" keeps its dot: {"a": ..., "a.b": ...}.
     """
     taken = set(leaves.values())
     root: dict[str, Any] = {}
@@ -100,20 +101,20 @@ def nested(leaves: Mapping[str, Parts]) -> tuple[Any, dict[str, str]]:
 # ----------------------------------------------------------------------------------- by paths of keys
 
 
-class Index(str):
+class SequenceIndex(str):
     """A key of a sequence, as text."""
 
     __slots__ = ()
 
 
 class _Holder(dict[Any, Any]):
-    """A dict or a list on the way to items. A container that is an item itself is of another class."""
+    """A dict or a list on the way to items. Containers that are items are of other classes."""
 
 
 def tree_of_paths(items: Iterable[tuple[Sequence[Any], Any]]) -> Any:
-    """Return the dicts that hold items at paths of keys, and lists where the keys count from 0 on.
+    """Return nested dicts that hold items at paths of keys, with lists in place of dicts whose keys count from 0.
 
-    Keys that count are ints, or texts of the class `Index`. Raise FormatError for items that do not form a tree.
+    Only ints and texts of the class `SequenceIndex` can count. Raise FormatError for items that do not form a tree.
     """
     root = _Holder()
     for path, item in items:
@@ -126,9 +127,9 @@ def tree_of_paths(items: Iterable[tuple[Sequence[Any], Any]]) -> Any:
         for key in path[:-1]:
             holder = holder.setdefault(key, _Holder())
             if type(holder) is not _Holder:
-                raise FormatError(f"leaf {name!r} is inside of another leaf")
+                raise FormatError(f"leaf {name!r} is inside another leaf")
         if path[-1] in holder:
-            raise FormatError(f"it has the leaf {name!r} twice")
+            raise FormatError(f"leaf {name!r} is listed twice")
         holder[path[-1]] = item
     return _with_lists(root)
 
@@ -140,10 +141,10 @@ def _with_lists(node: Any) -> Any:
     numbered = {_number(key): child for key, child in inside.items()}
     if inside and numbered.keys() == set(range(len(inside))):
         return [numbered[number] for number in range(len(inside))]
-    return {str(key) if type(key) is Index else key: child for key, child in inside.items()}
+    return {str(key) if type(key) is SequenceIndex else key: child for key, child in inside.items()}
 
 
 def _number(key: Any) -> int | None:
-    if type(key) is Index:
+    if type(key) is SequenceIndex:
         return int(key) if re.fullmatch(r"0|[1-9]\d{0,8}", key, re.ASCII) else None
     return key if type(key) is int else None

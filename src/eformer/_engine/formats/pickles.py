@@ -1,4 +1,4 @@
-"""Read pickles as data: a machine for the opcodes that trees need, none of which runs or imports anything."""
+"""Read pickles as data: a machine for the opcodes that trees need. It runs and imports nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from eformer.errors import FormatError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_MAX_OPCODES = 50_000_000  # a minute's work; a model of a thousand tensors has some thirty thousand
+_MAX_OPCODES = 50_000_000  # about a minute of work; a model of a thousand tensors has some thirty thousand
 
 
 def refuse(problem: str) -> NoReturn:
@@ -31,15 +31,15 @@ class Global:
 
 
 @dataclass(slots=True, eq=False)
-class Object:
-    """A call that a pickle asks for, with the state it sets afterwards. It is never made."""
+class PickledObject:
+    """A call that a pickle asks for, with the state that it sets afterwards. The call is never made."""
 
     made_by: Global
     arguments: tuple[Any, ...]
     state: Any = None
 
 
-# Lists, because hashing a hostile nest of tuples can take unlimited time or overflow the stack.
+# Sets and dicts are kept as lists: to hash a hostile nest of tuples can take unlimited time or overflow the stack.
 class PickledSet(list[Any]): ...
 
 
@@ -52,10 +52,10 @@ class PickledDict(list[Any]):
 
 @dataclass(slots=True)
 class Machine:
-    """The part of the pickle machine of protocol 4 that trees and plain values need.
+    """The opcodes of pickle's protocol 4 that trees and plain values need.
 
     `pickle.Unpickler` can be kept from importing, but not from filling a memo of 2**32 entries or from hashing.
-    Subclasses decide what becomes of names, calls and persistent ids.
+    Subclasses override `find`, `call` and `persistent` to give names, calls and persistent ids a meaning.
     """
 
     stack: list[Any] = field(default_factory=list)
@@ -63,18 +63,18 @@ class Machine:
     memo: dict[int, Any] = field(default_factory=dict)
 
     def find(self, module: Any, name: Any) -> Any:
-        """Return what a name stands for."""
+        """Return the value of a name: by default a `Global`."""
         if type(module) is not str or type(name) is not str:
             refuse("a pickle refers to a class by a name that is not text")
         return Global(module, name)
 
     def call(self, made_by: Global, arguments: tuple[Any, ...]) -> Any:
-        """Return what a call stands for."""
-        return Object(made_by, arguments)
+        """Return the value of a call: by default a `PickledObject`."""
+        return PickledObject(made_by, arguments)
 
     def persistent(self, found: Any) -> Any:
-        """Return what lies outside of the pickle under this id."""
-        refuse("a pickle refers to something outside of it")
+        """Return the value of a persistent id, which lies outside the pickle: by default, refuse it."""
+        refuse("a pickle refers to an object outside the pickle")
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
@@ -107,15 +107,15 @@ class Machine:
 
     def build(self) -> None:
         (state,) = self.pop(1)
-        if type(self.stack[-1]) is not Object or self.stack[-1].state is not None:
+        if type(self.stack[-1]) is not PickledObject or self.stack[-1].state is not None:
             refuse("a pickle gives a state to a value that cannot have one")
         self.stack[-1].state = state
 
 
 Actions = dict[str, "Callable[[Any, Any], None]"]
-"""What the machine does for each opcode, given its argument."""
+"""A function for each opcode, which takes the machine and the opcode's argument."""
 
-# Of protocol 4, in which this package and the original pickle trees.
+# The opcodes of protocol 4, in which this package and the original pickle trees.
 ACTIONS: Actions = {
     **dict.fromkeys(("PROTO", "FRAME"), lambda m, _: None),
     **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"), Machine.push),
@@ -163,5 +163,5 @@ def run(machine: Machine, data: bytes | IO[bytes], actions: Actions, hint: str =
         else:
             actions[opcode.name](machine, argument)
     if len(machine.stack) != 1 or machine.below_marks:
-        refuse("a pickle has more in it than one value")
+        refuse("a pickle does not hold exactly one value")
     return machine.stack[0], end

@@ -1,4 +1,5 @@
-"""Read trees that several processes wrote. Their records are stored with their bytes, the digests in the manifest."""
+"""Read trees that several processes wrote. Each process stored its record beside its bytes; the manifest has the
+digests of the records."""
 
 from __future__ import annotations
 
@@ -22,24 +23,25 @@ if TYPE_CHECKING:
     from eformer._engine.record.boxes import Box
     from eformer._engine.stores.base import Files, Store
 
-_MOST_BYTES = 2**30  # a few hundred bytes for a leaf
+_MOST_BYTES = 2**30  # a record takes a few hundred bytes for a leaf
 _LONG = 2**26
-CARRIED = "part"  # the key of a record in the metadata of a safetensors file
+CARRIED = "part"  # the name of a record in the metadata of a safetensors file
 
 
 def joined_trees(
     store: Store,
-    ours: Mapping[str, TreeEntry],
-    others: Mapping[str, Callable[[], TreeEntry]] | None = None,
+    recorded: Mapping[str, TreeEntry],
+    described: Mapping[str, Callable[[], TreeEntry]] | None = None,
     also: Mapping[str, Callable[[], TreeEntry]] | None = None,
 ) -> Mapping[str, TreeEntry]:
-    """Return trees by prefix; a tree in parts is put together on first use."""
-    if not others and not any(tree.parts for tree in ours.values()):
-        return ours
-    parts = {prefix: partial(_joined, store, tree) for prefix, tree in ours.items() if tree.parts}
-    listed = {prefix: partial(_listed, store, tree) for prefix, tree in ours.items() if tree.parts}
-    whole = {prefix: tree for prefix, tree in ours.items() if prefix not in parts}
-    return Trees(whole, {**parts, **(others or {})}, also or {}, listed)
+    """Return trees by prefix: the trees that a manifest has `recorded`, and trees to be `described` on first use. If
+    several processes wrote a recorded tree, their records are read on first use, too."""
+    if not described and not any(tree.parts for tree in recorded.values()):
+        return recorded
+    parts = {prefix: partial(_joined, store, tree) for prefix, tree in recorded.items() if tree.parts}
+    listed = {prefix: partial(_listed, store, tree) for prefix, tree in recorded.items() if tree.parts}
+    whole = {prefix: tree for prefix, tree in recorded.items() if prefix not in parts}
+    return Trees(whole, {**parts, **(described or {})}, also or {}, listed)
 
 
 def _joined(store: Store, tree: TreeEntry) -> TreeEntry:
@@ -50,21 +52,21 @@ def _joined(store: Store, tree: TreeEntry) -> TreeEntry:
 
 
 class ListedLeaf(LeafEntry, frozen=True, array_like=True, gc=False):
-    """A leaf without extents, under the name that it has in the tree, whatever a load calls it."""
+    """A leaf without extents. `stored_name` is its name in the tree; a load may rename the leaf."""
 
     stored_name: str = ""
 
 
 class ListedTree(BoxedTree, frozen=True, kw_only=True, dict=True):
-    """A tree in parts whose leaves have no extents yet: `locate` reads the records that have those of some leaves."""
+    """A tree of several processes whose leaves have no extents yet: `locate` reads the records with the extents of some
+    leaves."""
 
     store: Store
 
     def locate(self, wanted: Mapping[str, Sequence[Box] | None]) -> TreeEntry:
-        """Return the tree with these leaves alone, and of these at least the wanted boxes; None is a whole leaf.
+        """Return the tree with these leaves alone, and the extents of at least the wanted boxes. None is a whole leaf.
 
-        Reads the records of the files that have one of the boxes, or all records if the manifest does not say which
-        these are.
+        Only the records of files that hold a wanted box are read; all records, if the manifest has no table of owners.
         """
         records = _read_all(self.store, self, self._holders(wanted))
         return with_some_records(self, self.boxed, records, wanted)
@@ -74,10 +76,10 @@ class ListedTree(BoxedTree, frozen=True, kw_only=True, dict=True):
             return range(len(self.files))
         if len(self.holdings.files) != len(self.files):
             raise FormatError(
-                f"the manifest tells of {len(self.holdings.files)} files what they hold, and names {len(self.files)}"
+                f"the manifest has the boxes of {len(self.holdings.files)} files, but names {len(self.files)} files"
             )
         numbers = {name: number for number, name in enumerate(self.boxed) if name in wanted}
-        wants = ((numbers[name], regions) for name, regions in wanted.items())
+        wants = ((numbers[name], boxes) for name, boxes in wanted.items())
         return holders(self.holdings, len(self.boxed), wants)
 
 
@@ -107,7 +109,7 @@ def _read_all(store: Store, tree: TreeEntry, numbers: Sequence[int]) -> dict[int
 
 
 def unreadable(store: Store, tree: TreeEntry) -> list[tuple[str, str]]:
-    """List the files whose part of the record cannot be read, with the reasons."""
+    """List the files whose record cannot be read, with the reasons."""
     problems = []
     with closing(files_of(store, tree)) as files:
         for number in range(len(tree.files)):
@@ -122,8 +124,11 @@ def unreadable(store: Store, tree: TreeEntry) -> list[tuple[str, str]]:
 def _read(tree: TreeEntry, number: int, files: Files, origin: str) -> ProcessRecord:
     file = tree.files[number]
     if file.header_nbytes > _MOST_BYTES:
-        raise FormatError(f"{origin}: a record of {file.header_nbytes} bytes is too long")
-    is_long = file.header_nbytes > _LONG  # else it is not worth a request to look whether the file is as long
+        raise FormatError(
+            f"{origin}: a record of {file.header_nbytes} bytes is too long, expected at most {_MOST_BYTES}"
+        )
+    # The file may be shorter than the manifest says. For a record of usual length that is not worth a request.
+    is_long = file.header_nbytes > _LONG
     header = bytearray(min(file.header_nbytes, files.nbytes(number)) if is_long else file.header_nbytes)
     found = files.read_into(number, memoryview(header), 0)
     digest = xxh3_128(memoryview(header)[:found])

@@ -1,9 +1,9 @@
-"""Tell quantised models of other programs: leaves that are numbers only together with their scales.
+"""Recognise quantised models of other programs: leaves that are numbers only together with their scales.
 
-Leaves are quantised if they lie beside their scales under the names that the known methods use; and, if the
-configuration says that the model is quantised, if they have dtypes of quantised weights. Dtypes that masks and indexes
-have as well count under the names of weights alone; if no leaf counts, under all names but those of masks and indexes.
-A plain cast to 8 bits, without configuration and scales, is not quantised: its leaves are the numbers.
+A leaf is quantised if its scales lie beside it under the names of a known method. If the configuration declares the
+model as quantised, leaves with dtypes of packed weights are quantised as well. Dtypes that masks and indexes also have
+count only under names of weights; if that finds no leaf, under all names except names of masks and indexes. A plain
+cast to 8 bits, without configuration and scales, is not quantised: its leaves are the numbers.
 """
 
 from __future__ import annotations
@@ -29,29 +29,30 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("eformer")
 
-_ANYBODYS = "params.json"  # of Mistral, and of many programs that keep other things there
-_CONFIGS = ("config.json", "hf_quant_config.json", _ANYBODYS)  # of Hugging Face, ModelOpt, Mistral
+_OFTEN_OTHER = "params.json"  # by Mistral; many programs use the name for other things
+_CONFIGS = ("config.json", "hf_quant_config.json", _OFTEN_OTHER)  # by Hugging Face, ModelOpt, Mistral
 _MOST_CONFIG = 2**26  # bytes
-# In these configurations; the last one is by MLX, ModelOpt and Mistral.
+# The fields of a configuration that declare it; "quantization" is by MLX, ModelOpt and Mistral.
 _DECLARATIONS = ("quantization_config", "compression_config", "quantization")
-# One of these has a value in a declaration. Codecs have a "quantization" of audio, and a cache alone may be quantised.
+# A declaration has a value in one of these: codecs have a "quantization" of audio, and a cache alone may be quantised.
 _METHODS = ("quant_method", "quant_algo", "qformat_weight", "method")
 _SIGNS = (*_METHODS, "bits", "w_bit", "load_in_4bit", "load_in_8bit", "format", "config_groups", "quant_type")
-_MOST_LEVELS = 8  # of configurations inside of others, such as "text_config"
+_MOST_LEVELS = 8  # of configurations inside configurations, such as "text_config"
 
 # Dtypes that no method packs weights into.
 _PLAIN = frozenset(["float16", "bfloat16", "float32", "float64", "complex64", "complex128", "bool", "int64"])
-# Dtypes that packed weights have, and in dense models masks and indexes.
+# Dtypes of packed weights, which masks and indexes of dense models have as well.
 _OF_BUFFERS = frozenset(["uint8", "int32", "uint32", "uint64"])
 _BUFFER = re.compile(
     r"[._](ids|idx|index(es)?|masks?|bias|bucket|positions?|offsets?|tracked|shape|lengths|steps?|count|ptr|seed|rng|"
     r"key|map(ping)?|d2t|tid2eid|extra_state)$"
 )
-_LEAST_PART = 16  # a part so large of all bytes is packed weights
+_LEAST_SHARE = 16  # integers that are at least 1/16 of all bytes are packed weights
 _PLAIN_BITS = 16
 _SCALES = ("float16", "bfloat16", "float32", "float64", "uint8", "float8_e8m0fnu", "float8_e4m3fn")
 
-# How names of weights end, and how those of their scales end instead, with the sizes of the weights' elements in bytes.
+# For each method: how names of weights end, how the names of their scales end instead, and the sizes of the weights'
+# elements in bytes.
 _PARTNERS: tuple[tuple[str, tuple[str, ...], tuple[int, ...]], ...] = (
     (".weight", (".weight_scale_inv", ".weight_scale"), (1,)),  # fp8, nvfp4
     (".weight", (".scale", ".scale_weight", ".qscale_weight"), (1,)),  # DeepSeek, ComfyUI, Mistral
@@ -67,24 +68,25 @@ _PARTNERS: tuple[tuple[str, tuple[str, ...], tuple[int, ...]], ...] = (
     (".W_q", (".scale", ".meta"), (1, 4)),  # HQQ
     (".codes", (".codebooks",), (1, 2)),  # AQLM
 )  # fmt: skip
-# Beside leaves of any name, such as stacked experts: 8-bit floats and int8; if declared, masks' dtypes as well.
+# Scales beside leaves of any name, such as stacked experts. The leaves are 8-bit floats or int8; in a declared model
+# they may have the dtypes of masks as well.
 _ANY_PARTNERS = ("_scale_inv", "_scale", "_scales", "_weight_scale_inv", "_weight_scale", ".weight_scale")
 _OTHER_SCALES = ("_weight_scale_2",)  # beside the scale of a leaf
-# Beside weights of bitsandbytes, which have any dtype: `bnb_4bit_quant_storage`. No dense model has these names.
+# Beside weights of bitsandbytes, which may have any dtype (`bnb_4bit_quant_storage`). No dense model has these names.
 _STATES = (".absmax", ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
-_ENDS_OF_STATES = tuple(end.rpartition(".")[2] for end in _STATES)  # of names that are escaped
+_ENDS_OF_STATES = tuple(end.rpartition(".")[2] for end in _STATES)  # as escaped names end
 _WEIGHTS = (*dict.fromkeys(end for end, _, _ in _PARTNERS), "weight", "weights")
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How a tree is quantised, and which of its leaves are: their names, with the dtypes and the scales."""
+    """The method by which a tree is quantised, and its quantised leaves: for each name, the dtype and the scales."""
 
     how: str
     leaves: Mapping[str, str]
 
     def refuse(self, path: str, names: Collection[str]) -> None:
-        """Raise a QuantizedError if one of these names of the tree is that of a quantised leaf."""
+        """Raise a QuantizedError if one of these names is the name of a quantised leaf."""
         taken = [f"{readable(name)}: {text}" for name, text in self.leaves.items() if name in names]
         if taken:
             leaves = "leaf is" if len(taken) == 1 else "leaves are"
@@ -96,10 +98,10 @@ class Quantization:
 
 
 def check_dequant(dequant: object) -> None:
-    """Raise ValueError for a value of the argument `dequant` that is not known."""
+    """Raise ValueError for an unknown value of the argument `dequant`."""
     if dequant is not None and dequant is not False:
         raise ValueError(
-            f"dequant={dequant!r}: expected False, for quantised leaves as they are stored, or None, which refuses "
+            f"dequant={dequant!r}: expected False, to load quantised leaves as they are stored, or None, to refuse "
             "them; quantised leaves cannot be loaded as numbers yet"
         )
 
@@ -107,8 +109,8 @@ def check_dequant(dequant: object) -> None:
 def quantization_of(
     store: Store, tree: TreeEntry, *, also: Sequence[Store] = (), beside: Iterable[TreeEntry] = ()
 ) -> Quantization | None:
-    """Tell how a tree of another program is quantised, by its names, its dtypes and the configuration in `store`; None
-    if it is not. The configuration is read only if leaves can be quantised.
+    """Tell how a tree of another program is quantised, by its names, its dtypes and the configuration in `store`.
+    Return None if it is not. The configuration is only read if leaves can be quantised.
 
     also    more directories that may have the configuration
     beside  the trees of the checkpoint, which may hold the scales
@@ -116,7 +118,7 @@ def quantization_of(
     suspects = _suspects(tree.leaves)
     weights = [name for name, entry in suspects.items() if _can_be_weight(name, entry)]
     integers = _packed_in(tree)
-    spelled = _spelled(*(one for one in beside if one is not tree), tree) if suspects else {}
+    spelled = _spelled(*(other for other in beside if other is not tree), tree) if suspects else {}
     scales = _scales_of(suspects, spelled)
     if not scales and not weights and not integers:
         return None
@@ -136,8 +138,8 @@ def quantization_of(
 
 
 def dense_name(name: str) -> str:
-    """Return the name, as people write it, that the weight of a quantised leaf has in the model as numbers."""
-    dotted = f".{readable(name)}"  # a root may leave only the end of a name
+    """Return the readable name that the weight of a quantised leaf has in the dense model."""
+    dotted = f".{readable(name)}"  # if the caller took a root off, only the end of the name may be left
     for end, _, _ in _PARTNERS:
         if dotted.endswith(end):
             dotted = dotted.removesuffix(end) + (".weight" if end.startswith(".") else "")
@@ -149,7 +151,7 @@ def dense_name(name: str) -> str:
 
 
 def _suspects(leaves: Mapping[str, LeafEntry]) -> dict[str, LeafEntry]:
-    """Return the leaves with dtypes of packed weights, and those beside the state of bitsandbytes."""
+    """Return the leaves with dtypes of packed weights, and leaves beside a state of bitsandbytes."""
     states = (readable(name) for name in leaves if name.endswith(_ENDS_OF_STATES))
     stored = {name.removesuffix(end) for name in states for end in _STATES if name.endswith(end)}
     return {
@@ -160,14 +162,14 @@ def _suspects(leaves: Mapping[str, LeafEntry]) -> dict[str, LeafEntry]:
 
 
 def _spelled(*trees: TreeEntry) -> dict[str, LeafEntry]:
-    """Return the leaves of trees, of which later ones win, by their names as people write them, after a dot."""
+    """Return the leaves of trees by their readable names after a dot. Later trees win."""
     return {f".{readable(name)}": entry for tree in trees for name, entry in tree.leaves.items()}
 
 
 def _scales_of(
     suspects: Mapping[str, LeafEntry], spelled: Mapping[str, LeafEntry], *, is_declared: bool = False
 ) -> dict[str, str]:
-    """Return the names of the scales beside leaves, after a dot, by the names of these."""
+    """Return for each leaf with scales beside it the name of the scales, after a dot."""
     found = {}
     for name, entry in suspects.items():
         for candidate in _candidates(f".{readable(name)}", entry.dtype, is_declared=is_declared):
@@ -178,7 +180,7 @@ def _scales_of(
 
 
 def _without_scales(suspects: Mapping[str, LeafEntry], scales: Collection[str]) -> list[str]:
-    """Return the weights without scales that have the dtype of weights with scales."""
+    """Return the weights without scales whose dtype is also the dtype of weights with scales."""
     dtypes = {suspects[name].dtype for name in scales} - _OF_BUFFERS
     return [
         name
@@ -192,10 +194,10 @@ def _can_be_weight(name: str, entry: LeafEntry) -> bool:
 
 
 def _packed_in(tree: TreeEntry) -> list[str]:
-    """Return the integers that may be weights of a method whose names are not known here. In a dense model, tables and
-    counters are small beside the weights."""
+    """Return the integers that may be weights of a method with unknown names. In a dense model, tables and counters are
+    small beside the weights."""
     found = {name: entry for name, entry in tree.leaves.items() if _can_be_packed(name, entry)}
-    is_large = sum(entry.nbytes for entry in found.values()) * _LEAST_PART >= tree.nbytes
+    is_large = sum(entry.nbytes for entry in found.values()) * _LEAST_SHARE >= tree.nbytes
     return [*found] if is_large else []
 
 
@@ -211,9 +213,9 @@ def _is_scale(name: str, spelled: Collection[str]) -> bool:
 
 def _candidates(name: str, dtype: str, *, is_declared: bool) -> Iterator[str]:
     itemsize = dtype_from_name(dtype).itemsize
-    for end, others, sizes in _PARTNERS:
+    for end, ends_of_scales, sizes in _PARTNERS:
         if name.endswith(end) and itemsize in sizes:
-            yield from (name.removesuffix(end) + other for other in others)
+            yield from (name.removesuffix(end) + scale for scale in ends_of_scales)
     yield from (name + end for end in _STATES)
     if is_declared or (itemsize == 1 and dtype not in _OF_BUFFERS):
         yield from (name + end for end in _ANY_PARTNERS)
@@ -223,7 +225,7 @@ def _candidates(name: str, dtype: str, *, is_declared: bool) -> Iterator[str]:
 
 
 def _declared(stores: Sequence[Store], metadata: Mapping[str, Any]) -> str | None:
-    """Say how the header or a configuration declares the model to be quantised; None if none does."""
+    """Describe how the header or a configuration declares the model as quantised; None if it is not declared."""
     for origin, config in _configurations(stores, metadata):
         for part in _parts_of(config):
             for name in _DECLARATIONS:
@@ -234,7 +236,7 @@ def _declared(stores: Sequence[Store], metadata: Mapping[str, Any]) -> str | Non
 
 
 def _is_declaration(config: Mapping[str, Any]) -> bool:
-    """Tell whether a configuration is one of packed weights. That of a cache alone has an algorithm of null."""
+    """Tell whether a declaration is of packed weights. If only the cache is quantised, its algorithm is null."""
     bits = config.get("bits")
     if (isinstance(bits, (int, float)) and bits >= _PLAIN_BITS) or config.get("quant_algo", "") is None:
         return False
@@ -253,13 +255,13 @@ def _configurations(
 def _in_header(metadata: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for name in metadata.keys() & _DECLARATIONS:
-        with suppress(TypeError, ValueError, RecursionError):  # the leaves may still tell
+        with suppress(TypeError, ValueError, RecursionError):  # the names of the leaves may still tell
             found[name] = json.loads(metadata[name])
     return found
 
 
 def _parts_of(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a configuration and the configurations inside of it, outer ones first."""
+    """Yield a configuration and the configurations inside it, the outer before the inner."""
     level = [config]
     for _ in range(_MOST_LEVELS):
         yield from level
@@ -272,14 +274,14 @@ def _read_config(store: Store, file: str) -> dict[str, Any]:
         return parse_lenient(data, dict[str, Any], f"{store.path_to(file)} is not a configuration")
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (FormatError, PermissionError) as error:  # the leaves may still tell
-        if file != _ANYBODYS:
-            logger.warning("%s; whether it says that the model is quantised is not known", error)
+    except (FormatError, PermissionError) as error:  # the names of the leaves may still tell
+        if file != _OFTEN_OTHER:
+            logger.warning("%s; eformer cannot tell whether it declares the model as quantised", error)
         return {}
 
 
 def _method(config: Mapping[str, Any]) -> str:
-    """Describe a declaration: its method, with the bits and the blocks that it gives."""
+    """Describe a declaration: its method, bits and blocks."""
     known = config.get
     method = next(filter(None, map(known, _METHODS)), "an unnamed method")
     bits = (

@@ -33,35 +33,35 @@ if TYPE_CHECKING:
 
     from eformer._engine.stores.base import Kind, Store
 
-RUN_FILE = "run.json"  # in the directory of a run: which job writes it
-CHECKPOINTER_FILE = "metadata.json"  # in a step of the documented Checkpointer that is finished
+RUN_FILE = "run.json"  # in the directory of a run: names the job that writes the run
+CHECKPOINTER_FILE = "metadata.json"  # in a finished step of the documented Checkpointer
 
 MARKS = (MANIFEST, INDEX, ORBAX_TREE, ORBAX_CHECKPOINT)
 
 
 def checked_number(step: SupportsIndex) -> int:
-    """Return the number of a step as an int; raise if it cannot be one, and would be saved under a name that is not
-    listed."""
+    """Return the number of a step as an int. Raise if it is no number of a step: the step would get a name that no
+    listing finds."""
     try:
         number = int(operator.index(step))
     except TypeError:
-        raise TypeError(f"step={step!r}: expected a whole number, how many steps are done") from None
+        raise TypeError(f"step={step!r}: expected a whole number, the count of finished steps") from None
     if not 0 <= number < 10**18:
         raise ValueError(f"step={number}: expected a number from 0 on, of at most 18 digits")
     return number
 
 
 def steps_in(store: Store) -> list[tuple[int, str]]:
-    """List the steps of a run by number and name, the last step last. Reads no manifest.
+    """List the steps of a run by number and name, the last step last. No manifest is read.
 
-    A directory without an index, a manifest or the marks of Orbax is not a step: another program made it, or its save
-    has not been committed. Nor is one whose index says that it was removed, or a run with steps of its own. Where
-    directories appear whole, a directory that has lost its index is damaged, and is listed: step-100 with files that
-    may hold leaves, and run-100 with files or arrays that eformer wrote.
+    A directory is not a step if it has neither an index, nor a manifest, nor a mark of Orbax (another program made it,
+    or its save was not committed), if its index says that the step was removed, or if it is a run with steps of its
+    own. On disk, where a save publishes whole directories, a directory that has lost its index is a damaged step and is
+    listed: step-100 with files that may hold leaves, and run-100 with files or arrays that eformer wrote.
     """
     if on_disk(store) is not None:
         if not (found := sorted(steps_from_last(store))):
-            store.kinds()  # raise if there is no such directory
+            store.kinds()  # raises if the directory does not exist
         return found
     names = sorted(_names_by_number(store.kinds()).items())
     are_steps = _looked_at(store, [name for _, several in names for name in several])
@@ -70,7 +70,7 @@ def steps_in(store: Store) -> list[tuple[int, str]]:
 
 
 def _looked_at(store: Store, names: Sequence[str]) -> dict[str, bool]:
-    """Tell which directories are steps, of many at once: in a bucket each takes a request or several."""
+    """Tell which directories are steps. They are looked at in parallel, because each takes requests to a bucket."""
     found: dict[str, bool] = {}
 
     def look(name: str) -> None:
@@ -81,10 +81,11 @@ def _looked_at(store: Store, names: Sequence[str]) -> dict[str, bool]:
 
 
 def steps_from_last(store: Store) -> Iterator[tuple[int, str]]:
-    """Find the steps of a run by number and name, the last step first. Looks only into those that are asked for.
+    """Find the steps of a run by number and name, the last step first. A directory is only looked into when the caller
+    asks for the next step.
 
-    If none of the names that are listed is a step, list again until the names stay the same: a run that keeps one step
-    may have removed it after it was listed, and committed the next one before.
+    If none of the listed names is a step, list again until the names stay the same: a run that keeps one step commits
+    the next step and removes the last one, which may happen between the listing and the look.
     """
     before: object = None
     is_found = False
@@ -96,30 +97,32 @@ def steps_from_last(store: Store) -> Iterator[tuple[int, str]]:
 
 
 def last_step_in(store: Store) -> tuple[int, str] | None:
-    """Return the last step of a run by number and name. Looks into no other directory."""
+    """Return the last step of a run by number and name. Earlier steps are not looked into."""
     return next(steps_from_last(store), None)
 
 
 def name_of_step(store: Store, number: int) -> str:
-    """Return the name that a step of a run has, or will have. Looks into no other directory."""
+    """Return the name that a step of a run has, or will have. Other steps are not looked into."""
     names = _names_in(store).get(number, [])
     return next((name for _, name in _steps_among(store, [(number, names)])), step_name(number))
 
 
 def name_to_save(store: Store, number: int) -> str:
-    """Return the name under which a step is saved: its own, or a new one beside a step of Orbax, which stays as it is.
-    Raise FileExistsError for a link, which would be saved through."""
+    """Return the name to save a step under: the name it has, or a new one beside a step of Orbax, which is left as it
+    is. Raise FileExistsError for a link: the save would replace the link's target."""
     name = name_of_step(store, number)
     if is_of_orbax(store, name):
         name = step_name(number)
     if store.kind(name) not in (None, "directory"):
-        raise FileExistsError(f"{store.path_to(name)} is a file or a link, not a directory; move it away")
+        raise FileExistsError(
+            f"{store.path_to(name)} is a file or a link, expected a directory; move it away"
+        )
     return name
 
 
 def remains_in(store: Store, known: Collection[str]) -> list[str]:
-    """List the directories that have the names of steps, and are not steps: remains of dead saves and of removals. The
-    steps that are `known` are not looked at again."""
+    """List the directories that are named like steps but are none: remains of dead saves and of removals. The steps in
+    `known` are not looked at again."""
     names = [name for several in _names_in(store).values() for name in several]
     return [name for name in names if name not in known and not _is_step(store, name)]
 
@@ -130,7 +133,7 @@ def is_checkpoint(store: Store) -> bool:
 
 
 def is_of_orbax(store: Store, name: str) -> bool:
-    """Tell whether a step has a mark of Orbax, in its items at least, and none of eformer."""
+    """Tell whether a step has a mark of Orbax, itself or in its items, and no mark of eformer."""
     if any(store.is_file(f"{name}/{mark}") for mark in (MANIFEST, INDEX)):
         return False
     is_marked = any(store.is_file(f"{name}/{mark}") for mark in (ORBAX_TREE, ORBAX_CHECKPOINT))
@@ -138,7 +141,7 @@ def is_of_orbax(store: Store, name: str) -> bool:
 
 
 def _has_items_of_orbax(store: Store, name: str) -> bool:
-    """Tell whether a directory is a step of Orbax that has no mark itself, as those before 0.5.20."""
+    """Tell whether a directory is a step of Orbax whose items alone have marks, as Orbax wrote before 0.5.20."""
     directory = on_disk(store)
     with suppress(EformerError, OSError):
         return directory is not None and store.kind(name) == "directory" and has_items(directory / name)
@@ -146,8 +149,8 @@ def _has_items_of_orbax(store: Store, name: str) -> bool:
 
 
 def may_be_run(names: Collection[str]) -> bool:
-    """Tell by the names in a directory whether it may be a run: one is that of a step, and it is not a checkpoint
-    itself. Files of weights beside steps make it one, unless a job has claimed it as a run."""
+    """Tell by the names in a directory whether it may be a run: one of them names a step, and the directory is not a
+    checkpoint itself. Weights beside the steps make it a checkpoint, unless a job has claimed it as a run."""
     is_checkpoint = any(name in MARKS for name in names)
     has_weights = any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names)
     if is_checkpoint or (has_weights and RUN_FILE not in names):
@@ -168,7 +171,7 @@ def _names_in(store: Store) -> dict[int, list[str]]:
 
 
 def _names_by_number(kinds: Mapping[str, Kind]) -> dict[int, list[str]]:
-    """List the names of directories, and links to some, that are like those of steps; for each number our own first."""
+    """List the directories, and links to directories, with names of steps. For each number, eformer's name is first."""
     found: dict[int, list[str]] = {}
     for name, kind in kinds.items():
         if kind != "file" and (number := step_number(name)) is not None:
@@ -194,20 +197,21 @@ def _is_step(store: Store, name: str) -> bool:
 
 
 def _has_lost_its_mark(store: Store, name: str) -> bool:
-    """Tell whether a directory without a mark is a damaged step, by its name and its files.
+    """Tell by its name and its files whether a directory without a mark is a damaged step.
 
-    With scratch in it, a save to it is under way, or died. With a configuration, notes or weights in another format
-    alone, none has begun. A name that other programs use, too, needs files of eformer: run-100 of the Checkpointer.
+    A directory with scratch in it belongs to a save that is under way or died. A directory with only a configuration,
+    notes or weights in another format belongs to no save. Other programs use names such as run-100 as well: under such
+    a name, the directory must have files that eformer wrote.
     """
     is_of_run = name.startswith(OF_RUN)
     if not is_of_run and not name.startswith(OF_CHECKPOINTER):
         return False
     if (kind := store.kind(name)) != "directory":
-        return kind == "other" and is_of_run  # a link that leads nowhere: the disk with the step is missing
+        return kind == "other" and is_of_run  # a broken link: the disk with the step is missing
     inside = store.at(name)
     try:
         kinds = inside.kinds()
-    except FileNotFoundError:  # removed meanwhile
+    except FileNotFoundError:  # removed since it was listed
         return False
     if RUN_FILE in kinds or any(SCRATCH.fullmatch(inner) for inner in kinds):
         return False
@@ -216,7 +220,7 @@ def _has_lost_its_mark(store: Store, name: str) -> bool:
 
 
 def _may_hold_leaves(kinds: Mapping[str, Kind]) -> bool:
-    """Tell whether a directory has other directories, or files of the kinds that eformer writes."""
+    """Tell whether a directory contains directories, or files of the kinds that eformer writes."""
     return any(
         kind == "directory" or inner.endswith((SUFFIX, PRIVATE, INDEX_SUFFIX))
         for inner, kind in kinds.items()
@@ -225,8 +229,8 @@ def _may_hold_leaves(kinds: Mapping[str, Kind]) -> bool:
 
 
 def _has_files_of_ours(store: Store, kinds: Mapping[str, Kind]) -> bool:
-    """Tell whether a directory has a safetensors file, a database or an array that eformer wrote. Of several arrays the
-    first one is looked at."""
+    """Tell whether a directory has a safetensors file, a database or an array that eformer wrote. Only the first array
+    is looked at."""
     if marked_file(store) or any(store.is_file(f"{inner}/{DATABASE_MARK}") for inner in kinds):
         return True
     first = next(discover(store), None)
@@ -235,7 +239,8 @@ def _has_files_of_ours(store: Store, kinds: Mapping[str, Kind]) -> bool:
 
 
 def has_mark(store: Store, directory: str, mark: str) -> bool | None:
-    """Tell whether a file marks a directory as a checkpoint; None if it is there and says that there is none."""
+    """Tell whether a file marks a directory as a checkpoint. Return None if the file says that the checkpoint was
+    removed."""
     name = f"{directory}/{mark}"
     if on_disk(store) is not None or mark not in INDEXES:
         return store.is_file(name)
@@ -248,5 +253,5 @@ def has_mark(store: Store, directory: str, mark: str) -> bool | None:
 
 
 def is_removed(store: Store, directory: str) -> bool:
-    """Tell whether the index of a directory says that there is no checkpoint."""
+    """Tell whether the index of a directory says that the checkpoint was removed."""
     return any(has_mark(store, directory, mark) is None for mark in INDEXES)

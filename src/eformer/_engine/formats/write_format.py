@@ -1,13 +1,13 @@
 """The seam between a save and the format that it writes.
 
-A format is made for one save. It plans files and reads and extends the index; it never writes. In the order of calls:
+A format is made for one save. It plans files, and reads and extends the index; it never writes. In the order of calls:
 
-    format.check_place(store)              refuse what must not be replaced, before anything is written
-    format.begin(store)                    the upload that takes the new files
-    format.layout(groups, sha256)          sources become planned files
-    format.header(file, sha256)            once the digests of its extents are known, if `header_needs_digests`
-    format.read_index(store)               under the lock
-    index.commit(tree, store, upload)      final names, and the next index
+    format.check_place(store)              refuse files that must not be replaced, before anything is written
+    format.begin(store)                    begin the upload that takes the new files
+    format.layout(groups, sha256)          turn sources into planned files
+    format.header(file, sha256)            if `header_needs_digests`: once the digests of the file's extents are known
+    format.read_index(store)               under the lock of the place, if it has one
+    index.commit(tree, store, upload)      choose final names, and make the next index
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from eformer._engine.stores.base import Change, Store, Upload, Version
 
 
-class Index(stores.OldIndex, Protocol):
+class FormatIndex(stores.OldIndex, Protocol):
     """The index of a place as it is before a commit."""
 
     @property
     def barred(self) -> Container[str]:
-        """The saves and files that no index may name any more."""
+        """The saves and files that no later index may name."""
 
     def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
         """Choose final names for the new files, and make the next index."""
@@ -40,7 +40,7 @@ class Index(stores.OldIndex, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ManifestIndex:
-    """The base of an index that has a manifest in it."""
+    """The base of an index that contains a manifest."""
 
     manifest: Manifest
     version: Version | None
@@ -58,16 +58,16 @@ class ManifestIndex:
 
 
 def other_format(store: Store, index: str) -> FileExistsError:
-    """Say that the directory has the index of the other format."""
+    """Return the error for a directory that has the index of the other format."""
     format_name = FORMAT if index == INDEX else SAFETENSORS
     return FileExistsError(
-        f"{store.path_to(index)} is there: the directory holds a checkpoint of another format, or something else. "
+        f"{store.path_to(index)} exists: the directory holds a checkpoint of another format, or other files. "
         f"Save to another directory, or with format={format_name!r}"
     )
 
 
 class WriteFormat(Protocol):
-    """How a tree lies in files."""
+    """The format of one save: how its tree lies in files."""
 
     @property
     def name(self) -> str: ...
@@ -77,38 +77,39 @@ class WriteFormat(Protocol):
 
     @property
     def header_needs_digests(self) -> bool:
-        """Whether a file's header can only be written after its extents."""
+        """Whether the header of a file contains digests, and can only be written after the extents."""
 
     @property
     def keeps_records(self) -> bool:
-        """Whether the place will have an index, so that leaves and digests have to be recorded."""
+        """Whether the place gets an index, which records leaves and digests."""
 
     def own_nbytes(self, source: Source) -> int:
-        """Return how many bytes of a leaf this process writes, before compression."""
+        """Return the number of bytes of a leaf that this process writes, before compression."""
 
     def check_place(self, store: Store) -> bool:
-        """Tell whether there is a checkpoint; refuse files that are not ours to replace."""
+        """Tell whether the place holds a checkpoint; refuse files that eformer must not replace."""
 
     def begin(self, store: Store, token: str = "", *, is_first: bool = False) -> Upload:
-        """Begin an upload, or join the one of another process. If it `is_first`, there is no checkpoint yet."""
+        """Begin an upload; with a `token`, join the upload of another process. A place that `is_first` has no
+        checkpoint yet."""
 
     def layout(self, groups: Sequence[Sequence[Source]], sha256: Mapping[str, str]) -> list[PlannedFile]:
-        """Plan the files of the leaves; no two groups share one."""
+        """Plan the files of the leaves. Leaves of different groups never share a file."""
 
     def header(self, file: PlannedFile, sha256: Mapping[str, str]) -> bytes:
-        """Return the header of a file, as long as it was planned."""
+        """Return the header of a file. Its length is the planned one, whatever the digests are."""
 
     def process_file(self, files: Sequence[PlannedFile], sha256: Mapping[str, str]) -> PlannedFile | None:
-        """Return the file with the record of one of several processes; None if the headers carry it."""
+        """Return the file with the record of this process, if several save; None if the headers carry the record."""
 
-    def read_index(self, store: Store) -> Index: ...
+    def read_index(self, store: Store) -> FormatIndex: ...
 
     def is_committed(self, store: Store, save_id: str) -> bool:
         """Tell whether the index names a save; True if that cannot be known."""
 
 
 def is_committed(format: WriteFormat, store: Store, save_id: str) -> bool:  # noqa: A002
-    """Tell whether the index names a save; True if that cannot be known: nothing is removed that might be named."""
+    """Tell whether the index names a save. If it cannot be read, return True, so that no named file is removed."""
     try:
         return format.read_index(store).has_committed(save_id)
     except (OSError, FormatError):

@@ -20,7 +20,7 @@ from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.deadline import clearing_up
 
 if TYPE_CHECKING:
-    from eformer._engine.formats.write_format import Index
+    from eformer._engine.formats.write_format import FormatIndex
     from eformer._engine.saving.save import Save
     from eformer._engine.stores.base import Change, Store, Upload
 
@@ -54,7 +54,7 @@ def commit_of(save: Save, tree: TreeEntry) -> Commit:
     )
 
 
-def _change(save: Save, tree: TreeEntry, index: Index, store: Store) -> Change:
+def _change(save: Save, tree: TreeEntry, index: FormatIndex, store: Store) -> Change:
     interrupts.check()
     if save.fence:  # not before it is known that the save is not committed yet
         save.fence()

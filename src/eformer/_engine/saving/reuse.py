@@ -13,7 +13,7 @@ import msgspec
 from eformer._engine.formats.find import find
 from eformer._engine.formats.safetensors.header import open_header
 from eformer._engine.formats.safetensors.layout import plan_extents
-from eformer._engine.formats.safetensors.names import PRIVATE, own_name, region_name, save_of, tensor_names
+from eformer._engine.formats.safetensors.names import PRIVATE, box_name, own_name, save_of, tensor_names
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.digests import DIGEST_DIGITS, xxh3_128
 from eformer._engine.record.names import readable
@@ -175,9 +175,7 @@ def _linkable_files(
     for leaf, extents in same.items():
         for extent in extents:
             needed[extent.file] += extent.nbytes
-            called[extent.file].add(
-                region_name(tensors[leaf], Box(*extent.region) if extent.region else None)
-            )
+            called[extent.file].add(box_name(tensors[leaf], Box(*extent.region) if extent.region else None))
     found = {}
     for number, nbytes in needed.most_common(_MOST_KEPT):
         file = earlier.tree.files[number]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from eformer._engine.formats.nested_names import nested, parts_of_name
+from eformer._engine.formats.nested_names import nested_dicts, parts_of_name
 from eformer._engine.formats.others.peft import CONFIG, CONFIG_KEY
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.lazy_arrays import Transposed, stored_leaves
@@ -321,7 +321,7 @@ def _halves(leaves: Sequence[AdapterLeaf]) -> Iterator[str]:
 def _reduce(tree: ConvertedTree, leaves: Sequence[AdapterLeaf], config: Config) -> None:
     """Let the tree hold these leaves and the configuration; note what it does not hold any more."""
     names = [str(leaf.name) for leaf in leaves]
-    structure, final = nested({name: parts_of_name(name) for name in names})
+    structure, final = nested_dicts({name: parts_of_name(name) for name in names})
     taken = {leaf.source.name for leaf in leaves}
     left_out = [name for name in (*(s.name for s in tree.sources), *tree.raw_values) if name not in taken]
     tree.transforms = {final[name]: _steps(tree, leaf) for leaf, name in zip(leaves, names, strict=True)}

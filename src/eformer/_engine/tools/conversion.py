@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from eformer._engine.formats.nested_names import nested, nested_spelled, split_spelled
+from eformer._engine.formats.nested_names import nested_dicts, nested_spelled, split_spelled
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.dtypes import floating_dtype, is_floating
 from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
@@ -119,7 +119,7 @@ def plan_tree(view: View, rules: list[Rule] | None, dtype: Any, target: TargetFo
     else:
         converted = _rename_tree(view, apply(rules, arrays, list(values)), values, cast)
     if isinstance(structure, dict) and UNREADABLE in structure and rules is None:
-        converted.structure, _ = nested({name: split_name(name) for name in [*arrays, *values]})
+        converted.structure, _ = nested_dicts({name: split_name(name) for name in [*arrays, *values]})
         converted.notes.append("the structure cannot be read; the result is nested dicts by the names")
     if target in ("npz", "msgpack", "orbax"):
         names = [source.name for source in converted.sources]

@@ -9,7 +9,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from eformer._engine.formats.msgpack.writer import Streamed, can_pack, pack
+from eformer._engine.formats.msgpack.writer import Streamed, can_pack, pack_tree
 from eformer._engine.formats.nested_names import parts_of_name
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.names import BARE_LEAF, MAX_DEPTH, join_name, readable, unescape
@@ -121,7 +121,7 @@ def write_msgpack(
         return Streamed(source.dtype, source.shape, source.itemsize, elements)
 
     leaves = {source.name: streamed(source) for source in sources} | dict(values)
-    pack(state_of(structure, leaves), file.write, max_chunk=_MAX_CHUNK, sort_keys=False)
+    pack_tree(state_of(structure, leaves), file.write, max_chunk=_MAX_CHUNK, sort_keys=False)
 
 
 def state_of(structure: Any, leaves: Mapping[str, Any]) -> Any:

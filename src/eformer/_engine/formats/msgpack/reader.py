@@ -1,7 +1,7 @@
-"""Read a msgpack message into a tree. An error says what is wrong and at which byte of the message.
+"""Read a msgpack message into a tree. Errors name the problem and the byte of the message.
 
-The format is that of flax: a tree of dicts, lists, tuples, plain values and arrays as one message. It is plain msgpack
-with extension types 1 (array), 2 (complex) and 3 (numpy scalar). The payload of 1 and 3 is a message of its own:
+The format is flax's: a tree of dicts, lists, tuples, plain values and arrays as one message. It is plain msgpack with
+extension types 1 (array), 2 (complex) and 3 (numpy scalar). The payload of 1 and 3 is a message of its own:
 [shape, dtype name, bytes]. Two maps have a special meaning:
 
     {"__msgpack_chunked_array__": true, "shape": {"0": ...}, "chunks": {"0": flat array, ...}}
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
     Message = memoryview | Window  # bytes in memory or in a file, of which a long slice is not read yet
 
-# The framing of a larger message is checked in C before anything is built from it, so that a broken one is
-# refused in milliseconds and without memory, however many small values it begins with. The reader then explains
-# the problem if it is among the first values: building those is cheap.
+# The framing of a larger message is checked in C before any value is built, so that a broken message is refused in
+# milliseconds and without memory, however many small values it begins with. The reader then locates the problem if it
+# is among the first values, which are cheap to build.
 _CHECK_FRAMING_ABOVE = 2**16  # bytes
 _MAX_VALUES_TO_EXPLAIN = 20_000
 PRNG_KEY = re.compile(r"key<(\w{1,64})>")
@@ -49,7 +49,7 @@ ARRAY, COMPLEX, SCALAR = 1, 2, 3
 CHUNKED = "__msgpack_chunked_array__"
 TUPLE = "__msgpack_tuple__"
 
-# Levels of a message; a tuple takes two. The writer of flax stops at 511, and the check of the framing at the
+# Levels of a message; a tuple takes two. Flax's writer stops at 511 levels, the check of the framing at the
 # interpreter's recursion limit of 1000.
 MAX_DEPTH = 900
 
@@ -60,35 +60,35 @@ _KEYS = frozenset({str, int, bool, float, complex, bytes, type(None)})
 
 
 class ArrayMaker(Protocol):
-    """The leaves to put into the tree for the arrays of a message."""
+    """Makes the leaves of the tree for the arrays of a message."""
 
     def make(self, payload: Any, at: int) -> Any:
         """Make the leaf of an array from the payload of its extension, which begins at byte `at` of the message."""
 
     def join(self, shape: list[int], chunks: Sequence[Any]) -> Any:
-        """Make the leaf of an array from flat chunks of one dtype that together have as many elements."""
+        """Make the leaf of an array from flat chunks of one dtype, which together have all elements of the shape."""
 
 
-def read(view: memoryview, arrays: ArrayMaker) -> Any:
-    """Read the tree in a view, which must not change meanwhile."""
+def _read(view: memoryview, arrays: ArrayMaker) -> Any:
+    """Read the tree in a view. The view must not change meanwhile."""
     if len(view) > _CHECK_FRAMING_ABOVE and (problem := _framing_problem(view)):
         return _Reader(view, arrays).message(most=_MAX_VALUES_TO_EXPLAIN, beyond=problem)
     return _Reader(view, arrays).message()
 
 
 def read_at_most(most: int, message: Message, arrays: ArrayMaker) -> Any:
-    """Read the tree in a message that need not be in memory; refuse one of more than `most` values."""
+    """Read the tree in a message that need not be in memory. Refuse a message of more than `most` values."""
     return _Reader(message, arrays).message(most, f"more than {most:,} values")
 
 
 def read_array_head(head: memoryview) -> tuple[Any, Any, int, int]:
-    """Read the beginning of an array's payload: shape, name of the dtype, and where its bytes start and stop."""
+    """Read the beginning of an array's payload: its shape, its dtype's name, and the start and stop of its bytes."""
     reader = _Reader(head, _NoArrays())
     try:
         if reader.number(_U8) != _THREE_VALUES:
             raise FormatError("not an array")
         shape, name = (
-            reader.tree(MOST_AXES + 2, "a shape of too many axes"),
+            reader.tree(MOST_AXES + 2, "a shape with too many axes"),
             reader.tree(1, "a dtype without a name"),
         )
         nbytes = reader.number(_LENGTHS[reader.number(_U8)])
@@ -98,10 +98,10 @@ def read_array_head(head: memoryview) -> tuple[Any, Any, int, int]:
 
 
 class _NoArrays:
-    """Refuses arrays, where a shape or a name is expected."""
+    """Refuses arrays in places where a shape or a name is expected."""
 
     def make(self, *_: Any) -> NoReturn:
-        raise FormatError("an array inside of the description of an array")
+        raise FormatError("an array inside the description of an array")
 
     join = make
 
@@ -114,7 +114,7 @@ def _framing_problem(view: memoryview, *, in_thread: bool = False) -> str | None
     except RecursionError:
         if in_thread:
             return f"nested more than {MAX_DEPTH} deep"
-        # Either the message is deep or the caller's stack: a new thread has an empty stack.
+        # The message or the caller's stack is deep. A new thread has an empty stack, and tells which.
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(_framing_problem, view, in_thread=True).result()
     return None
@@ -145,7 +145,7 @@ _NO_KEY: Any = object()
 
 
 class _Map:
-    """A map that is being read: keys and values in turn."""
+    """A map that is being read, keys and values in turn."""
 
     __slots__ = ("items", "key", "left")
 
@@ -158,7 +158,7 @@ class _Map:
         if self.key is not _NO_KEY:
             self.items[self.key] = value
             self.key = _NO_KEY
-        elif not is_key(value):
+        elif not can_be_key(value):
             raise FormatError(f"a {type(value).__name__} as the key of a map")
         elif value in self.items:
             raise FormatError(f"duplicate key {repr(value)[:80]}")
@@ -177,7 +177,7 @@ class _Map:
 
 
 class _Reader:
-    """A reader of one message. It does not recurse: depth costs memory, never the interpreter's stack."""
+    """A reader of one message. It does not recurse, so depth costs memory and never the interpreter's stack."""
 
     __slots__ = ("arrays", "at", "open", "view")
 
@@ -187,7 +187,7 @@ class _Reader:
         self.open: list[_List | _Map] = []
 
     def message(self, most: int = sys.maxsize, beyond: str = "") -> Any:
-        """Read the one value in the view; give up after `most` parts of it, with the reason `beyond`."""
+        """Read the only value in the view. Give up after `most` values inside it, for the reason `beyond`."""
         try:
             value = self.tree(most, beyond)
         except (ValueError, struct.error, IndexError) as error:
@@ -224,7 +224,7 @@ class _Reader:
         raise FormatError(f"{beyond}, further on")
 
     def enter(self, container: _List | _Map) -> None:
-        # Each element takes at least one byte, so that false claims are refused before memory is allocated.
+        # Each element takes at least one byte, so false claims are refused before memory is allocated.
         left = len(self.view) - self.at
         if container.left > left:
             raise FormatError(f"a container of {container.left} elements, but only {left} bytes are left")
@@ -298,7 +298,7 @@ _F32, _F64 = struct.Struct(">f"), struct.Struct(">d")
 _THREE_VALUES = 0x93
 _LENGTHS = {0xC4: _U8, 0xC5: _U16, 0xC6: _U32}
 
-# The functions that read a value, by its tag.
+# The functions that read a value, indexed by its tag.
 _READERS: tuple[Callable[[_Reader], Any], ...] = (
     *map(_constant, range(128)),
     *(lambda reader, size=size: _Map(size) for size in range(16)),
@@ -360,20 +360,20 @@ def _require_flat(shape: list[int], chunks: Sequence[Any]) -> None:
         )
 
 
-def is_key(value: Any) -> bool:
-    """Tell whether a value can be the key of a dict: any leaf that is hashable."""
+def can_be_key(value: Any) -> bool:
+    """Tell whether a value can be the key of a dict: a hashable leaf."""
     return type(value) in _KEYS or isinstance(value, np.generic)
 
 
 # ------------------------------------------------------ a tree whose arrays are views of the message
 
 
-def unpack(data: bytes | bytearray | memoryview) -> Any:
-    """Read the tree in `data`. Its arrays are views of `data` if that is read-only, else of a copy."""
+def unpack_tree(data: bytes | bytearray | memoryview) -> Any:
+    """Read the tree in `data`. Its arrays are views of `data` if `data` is read-only, else of a copy."""
     view = memoryview(data).cast("B")
     if not view.readonly:
         view = memoryview(bytes(view))
-    return read(view, _ViewMaker())
+    return _read(view, _ViewMaker())
 
 
 class _ViewMaker:
@@ -390,7 +390,7 @@ class _ViewMaker:
 
 
 def _prng_key(data: np.ndarray[Any, Any], implementation: str) -> Any:
-    import jax  # late: only files that hold keys need it
+    import jax  # late: only files with PRNG keys need it
 
     try:
         return jax.random.wrap_key_data(jax.numpy.asarray(data), impl=implementation)

@@ -20,7 +20,7 @@ from eformer._engine.formats.msgpack.reader import (
     MAX_LENGTH,
     SCALAR,
     TUPLE,
-    is_key,
+    can_be_key,
 )
 from eformer._engine.record.dtypes import name_of_dtype, raw_pieces
 from eformer._engine.record.names import Place, steps_to
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     # A value to write, its place in the tree, and whether it is below a list.
     Item = tuple[Any, Place, bool]
 
-# An array's extension holds its shape and the name of its dtype beside the bytes.
+# The extension of an array holds its shape and the name of its dtype beside the bytes.
 _MAX_ARRAY = MAX_LENGTH - 2**12
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -52,11 +52,11 @@ class Streamed(msgspec.Struct, frozen=True):
         return self.itemsize * math.prod(self.shape)
 
 
-def pack(tree: Any, write: Callable[[Any], Any], *, max_chunk: int, sort_keys: bool) -> None:
+def pack_tree(tree: Any, write: Callable[[Any], Any], *, max_chunk: int, sort_keys: bool) -> None:
     """Pass the message to `write` piece by piece. Large arrays are passed as views of their memory, not copied.
 
     Arrays of more than `max_chunk` bytes are split. `sort_keys` writes every dict in the order of its keys. A leaf
-    that msgpack cannot hold raises a LeafError that says where it is.
+    that msgpack cannot hold raises a LeafError with its place in the tree.
     """
     packer = _Packer(write, max_chunk, sort_keys)
     unfinished: list[tuple[Iterator[Item], int]] = [(iter([(tree, None, False)]), 0)]
@@ -74,12 +74,12 @@ def pack(tree: Any, write: Callable[[Any], Any], *, max_chunk: int, sort_keys: b
 
 
 def can_pack(leaf: Any) -> bool:
-    """Tell whether `pack` accepts a leaf. An array is judged by its dtype; its data is not read."""
+    """Tell whether msgpack can hold a leaf. An array is judged by its dtype; its data is not read."""
     if _is_jax_array(leaf) and not isinstance(leaf.dtype, np.dtype):
         return True  # an extended dtype: a typed PRNG key
     try:
         sample = np.empty(0, leaf.dtype) if type(leaf) is np.ndarray or _is_jax_array(leaf) else leaf
-        pack(sample, lambda piece: None, max_chunk=MAX_LENGTH, sort_keys=False)
+        pack_tree(sample, lambda piece: None, max_chunk=MAX_LENGTH, sort_keys=False)
     except LeafError:
         return False
     return True
@@ -90,7 +90,8 @@ def _where(place: Place) -> str:
 
 
 class _Packer:
-    """A writer of values by type: of leaves as a whole, of containers the head, whose children it returns."""
+    """A writer of values by type. A leaf is written whole; of a container, the head is written and the children are
+    returned."""
 
     def __init__(self, write: Callable[[Any], Any], max_chunk: int, sort_keys: bool) -> None:
         self.write = write
@@ -122,7 +123,7 @@ class _Packer:
     def dict_items(self, value: dict[Any, Any], place: Place, below_list: bool) -> Iterator[Item]:
         for key in self.ordered(value):
             here = (place, key)
-            if not is_key(key):
+            if not can_be_key(key):
                 raise LeafError(f"{_where(here)}: a key of type {type(key).__name__} cannot be stored")
             self.begin(key, here, below_list)
             yield value[key], here, below_list
@@ -130,11 +131,11 @@ class _Packer:
     def ordered(self, value: dict[Any, Any]) -> list[Any]:
         try:
             return sorted(value) if self.sort_keys else list(value)
-        except TypeError:  # keys of several types cannot be sorted
+        except TypeError:  # keys of several types have no order
             return list(value)
 
     def begin_list(self, value: list[Any], place: Place, below_list: bool) -> Iterator[Item]:
-        # flax splits large arrays in dicts only, not below a list, and the bytes have to be the same.
+        # Flax splits large arrays in dicts, never below a list, and the bytes have to be the same as flax's.
         self.write(_head(len(value), 0x90, 0xDC))
         return ((child, (place, index), True) for index, child in enumerate(value))
 
@@ -184,7 +185,7 @@ class _Packer:
                 name = f"key<{jax.random.key_impl(value)}>"
                 self.write_extension(ARRAY, on_host(jax.random.key_data(value)), place, name)
         except (RuntimeError, jax.errors.JAXTypeError) as error:
-            # Deleted by donation, partly on other hosts, or traced.
+            # The array was deleted by donation, is partly on other hosts, or is traced.
             error.add_note(f"while serializing the leaf {_where(place)}")
             raise
 
@@ -259,7 +260,7 @@ def _array_head(code: int, shape: tuple[int, ...], name: str, nbytes: int) -> by
 
 
 def _extension_head(code: int, size: int) -> bytes:
-    # msgpack has short forms for 1, 2, 4 and 8 bytes too, but no payload here is that small.
+    # msgpack has short forms for 1, 2, 4 and 8 bytes as well, but no payload here is that small.
     return bytes([0xD8, code]) if size == 16 else _long_head(size, 0xC7) + bytes([code])
 
 

@@ -1,4 +1,4 @@
-"""Files of `flax.serialization`, and of `eformer.pytree`, which writes the same: a tree as one msgpack message."""
+"""Files of `flax.serialization` and of `eformer.pytree`, which have one format: a tree as one msgpack message."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ FORMAT = "msgpack, of flax"
 # First bytes of maps, of msgpack arrays, and of extensions, which are trees of one array.
 BEGINNINGS = frozenset({*range(0x80, 0xA0), *range(0xC7, 0xCA), *range(0xD4, 0xD9), *range(0xDC, 0xE0)})
 
-# Texts that begin like this stand for an array elsewhere: of Orbax, and of flax.training.checkpoints.
+# Texts that begin like this stand for an array elsewhere, by Orbax and by flax.training.checkpoints.
 ORBAX_ARRAY = "PLACEHOLDER://"
 _FLAX_ARRAY = "//GDAPlaceholder:"
 
 _MAX_HEAD = 2**11  # bytes of a shape and a name
-_MAX_VALUES = 2**20  # more take seconds to read, and no checkpoint has so many
+_MAX_VALUES = 2**20  # no checkpoint has more, and they would take seconds to read
 
 
 def in_msgpack(file: SingleFile, first: bytes) -> Found | None:
-    """Find the tree in a msgpack file, with the structure that was written. No bytes of arrays are read."""
+    """Find the tree in a msgpack file, with its structure. The bytes of arrays are not read."""
     if not first or first[0] not in BEGINNINGS:
         return None
     arrays: dict[str, ArrayInFile] = {}
@@ -51,12 +51,12 @@ def in_msgpack(file: SingleFile, first: bytes) -> Found | None:
 
 
 def is_t5x_array(node: Any) -> bool:
-    """Tell whether a dict stands for an array elsewhere, as T5X writes it: a TensorStore specification."""
+    """Tell whether a dict is a TensorStore specification, which stands for an array elsewhere in files of T5X."""
     return isinstance(node, dict) and node.keys() >= {"driver", "kvstore", "metadata"}
 
 
 def _refuse_external_array(leaf: Any, name: str) -> None:
-    """Refuse a file that is only a part of a checkpoint: its texts and dicts that stand for arrays are not leaves."""
+    """Refuse a leaf that stands for an array elsewhere: the file is only a part of a checkpoint."""
     if isinstance(leaf, dict) or (isinstance(leaf, str) and leaf.startswith(ORBAX_ARRAY)):
         raise FormatError(
             f"leaf {name[:200]!r} is an array beside the file, which is a part of an Orbax or T5X checkpoint: "
@@ -74,7 +74,7 @@ def flatten_message(
 ) -> tuple[Any, dict[str, Any]]:
     """Flatten nested dicts, lists and tuples into the structure as JSON and the leaves by name.
 
-    The result equals that of `trees.flatten`, which needs jax.
+    The result is the same as of `trees.flatten`, which needs jax.
     """
     leaves: dict[str, Any] = {}
     root: list[Any] = [None]
@@ -98,7 +98,7 @@ _Child = tuple[Any, Any, Any, str]
 
 
 def _container_to_json(node: Any) -> tuple[Any, Iterator[_Child]]:
-    """Return the JSON of a container, in which that of its children is missing, and the children."""
+    """Return the JSON of a container, with empty places for its children, and the children."""
     if not isinstance(node, dict):
         content: Any = [None] * len(node)
         return {type(node).__name__: content}, ((content, i, child, str(i)) for i, child in enumerate(node))
@@ -113,7 +113,7 @@ def _container_to_json(node: Any) -> tuple[Any, Iterator[_Child]]:
 
 
 def to_array_in_file(location: ArrayLocation, name: str) -> ArrayInFile:
-    """Describe an array of the message; one in several ranges becomes a virtual file."""
+    """Describe an array of the message. An array in several ranges becomes a virtual file."""
     nbytes = sum(nbytes for _, nbytes in location.ranges)
     if len(location.ranges) == 1:
         (offset, _) = location.ranges[0]
@@ -123,7 +123,7 @@ def to_array_in_file(location: ArrayLocation, name: str) -> ArrayInFile:
 
 
 def plain_value_to_json(leaf: Any, name: str) -> Any:
-    """Encode a leaf that is not an array; refuse one that is not a plain value."""
+    """Encode a leaf that is not an array. Refuse a leaf that is not a plain value."""
     document = value_to_json(leaf)
     if not is_recorded(document):
         raise FormatError(
@@ -168,9 +168,9 @@ class _LocationMaker:
         key = PRNG_KEY.fullmatch(name)
         dtype, nbytes = "uint32" if key else name, stop - start
         if dtype_from_name(dtype).itemsize * math.prod(shape) != nbytes:
-            raise FormatError(f"{dtype}{shape} does not take the {nbytes} bytes that are stored for it")
+            raise FormatError(f"an array {dtype}{shape} cannot have {nbytes} bytes")
         if key and not shape:
-            raise FormatError("a PRNG key is an array of numbers, but this is a single number")
+            raise FormatError("a PRNG key is a single number, expected an array of numbers")
         return ArrayLocation(dtype, tuple(shape), ((at + start, nbytes),), key[1] if key else None)
 
     def join(self, shape: list[int], chunks: Sequence[Any]) -> ArrayLocation:

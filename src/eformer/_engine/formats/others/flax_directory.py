@@ -31,9 +31,9 @@ _INDEX = f"{MODEL}.index.json"
 
 
 def by_steps(place: Place) -> Found | None:
-    """Find the last step of a directory of `flax.training.checkpoints`, if it is a file.
+    """Find the last step of a directory of `flax.training.checkpoints`, if the step is a file.
 
-    Return None if it is a directory, by Orbax, or if the directory is a checkpoint itself. A link is refused.
+    Return None if the step is a directory, which is Orbax's, or if the directory is a checkpoint itself. Refuse a link.
     """
     store = place.store
     steps = OF_FLAX.numbers(place.names)
@@ -52,15 +52,15 @@ def by_steps(place: Place) -> Found | None:
 
 
 def later_in(store: Store, number: int, names: Collection[str]) -> str | None:
-    """Name the newest step of flax in a file, among the `names` in a directory, if it is after the step of this number.
-    In a directory that a job has claimed as a run, only the steps of the run count."""
+    """Name flax's newest step that is a file, among the `names` in a directory, if it is later than step `number`. In a
+    directory that a job has claimed as a run, only the steps of the run count, so return None."""
     own = OF_FLAX.numbers(names) if RUN_FILE not in names else {}
     later = sorted((name for name in own if own[name] > number), key=own.__getitem__, reverse=True)
     return next((name for name in later if store.kind(name) == "file"), None)
 
 
 def by_model(place: Place) -> Found | None:
-    """Find the model of a directory that has one in a file of flax; refuse one in several files."""
+    """Find the model of a directory in a file of flax. Refuse a model in several files."""
     store = place.store
     if MODEL in place.names:
         found = _open(store, MODEL)

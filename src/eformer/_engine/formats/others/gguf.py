@@ -1,6 +1,6 @@
 """Files of llama.cpp and ggml, GGUF: metadata, then descriptions of tensors, then their bytes.
 
-Tensors of plain numbers are leaves. Quantised ones are blocks of a kind of their own: they are listed, and not loaded.
+Tensors of plain numbers are leaves. Quantised tensors, which have many block formats, are listed and not loaded.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _SPLIT = "split.count"
 _READ_AHEAD = 2**20  # bytes
 
 
-class Tensor(Struct, frozen=True):
-    """A tensor: its kind as a number, and where its bytes begin, counted from the first of all tensors."""
+class GgufTensor(Struct, frozen=True):
+    """A tensor. `kind` is ggml's number of its type; `offset` counts from the beginning of the first tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,11 +60,11 @@ class Tensor(Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of a tensor of plain numbers."""
+        """Return the length of a tensor of plain numbers in bytes."""
         return math.prod(self.shape) * dtype_from_name(_DTYPES[self.kind]).itemsize
 
     def in_file(self, start: int) -> ArrayInFile:
-        """Describe a tensor of plain numbers in the file whose tensors begin at `start`."""
+        """Describe a tensor of plain numbers in a file whose tensors begin at `start`."""
         offset = start + self.offset if self.nbytes else 0
         return ArrayInFile(_DTYPES[self.kind], self.shape, self.nbytes, offset)
 
@@ -93,18 +93,18 @@ def in_gguf(file: SingleFile, first: bytes) -> Found | None:
 
 
 def _bytes_after(file: SingleFile, end: int | None, alignment: int) -> tuple[str, ...]:
-    """Tell of bytes after the last tensor that do not only fill it up to the alignment."""
+    """Describe the bytes after the last tensor and its padding, if any."""
     rest = 0 if end is None else file.nbytes - -(-end // alignment) * alignment
     return (f"{rest} bytes after the last tensor",) if rest > 0 else ()
 
 
-def _kind_of(tensor: Tensor) -> str:
+def _kind_of(tensor: GgufTensor) -> str:
     kind = _QUANTISED.get(tensor.kind, f"kind {tensor.kind} of ggml")
     return f"{kind}{list(tensor.shape)}"
 
 
 def _other_files(metadata: Mapping[str, Any]) -> tuple[str, ...]:
-    """Tell of the further files of a model that was split."""
+    """Describe the further files of a model that is split into several, if any."""
     count = metadata.get(_SPLIT, 1)
     is_split = isinstance(count, int) and count > 1
     return (f"{count - 1} further files of this model ({_SPLIT} is {count})",) if is_split else ()
@@ -114,7 +114,8 @@ def _other_files(metadata: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class _Header:
-    """The beginning of a file, read from one value to the next. Nothing is allocated for what cannot be there."""
+    """The beginning of a file, read from one value to the next. A claimed length is checked against the file before
+    memory is allocated for it."""
 
     def __init__(self, file: SingleFile) -> None:
         self._end = min(file.nbytes, _MAX_HEADER)
@@ -128,7 +129,7 @@ class _Header:
             raise FormatError(f"its header needs {nbytes} bytes at {self.at}, but {limit}")
         found = self._ahead.read(nbytes)
         if len(found) < nbytes:
-            raise FormatError("it has become shorter")
+            raise FormatError("it was cut short meanwhile")
         self.at += nbytes
         return found
 
@@ -137,7 +138,7 @@ class _Header:
         return int(found)
 
     def count(self, least_nbytes: int) -> int:
-        """Read the number of the items that follow, each of which takes at least so many bytes."""
+        """Read the number of the items that follow, each of which takes at least `least_nbytes`."""
         count = self.number()
         if count * least_nbytes > self._end - self.at:
             raise FormatError(f"it announces {count} items at {self.at}, which do not fit into its header")
@@ -174,7 +175,7 @@ class _Header:
         return list(np.frombuffer(data, dtype).tolist())
 
 
-def _read_header(header: _Header) -> tuple[dict[str, Any], list[Tensor], int]:
+def _read_header(header: _Header) -> tuple[dict[str, Any], list[GgufTensor], int]:
     """Read the metadata, the tensors, and the offset of the first tensor's bytes in the file."""
     _require_version(header.number("<I"))
     tensor_count, pair_count = header.count(24), header.count(13)
@@ -201,12 +202,12 @@ def _require_version(version: int) -> None:
         )
 
 
-def _read_tensor(header: _Header) -> Tensor:
+def _read_tensor(header: _Header) -> GgufTensor:
     name, axes = header.text(), header.number("<I")
     if axes > MOST_AXES:
         raise FormatError(f"leaf {name[:200]!r} has {axes} axes, more than {MOST_AXES}")
     shape = tuple(header.number() for _ in range(axes))
-    return Tensor(name, shape[::-1], header.number("<I"), header.number())  # the fastest axis comes first
+    return GgufTensor(name, shape[::-1], header.number("<I"), header.number())  # the fastest axis comes first
 
 
 def _alignment(metadata: Mapping[str, Any]) -> int:
@@ -216,21 +217,21 @@ def _alignment(metadata: Mapping[str, Any]) -> int:
     return found
 
 
-def _require_unique(what: str, names: Iterable[str]) -> None:
+def _require_unique(kind: str, names: Iterable[str]) -> None:
     (name, number), *_ = [*Counter(names).most_common(1), ("", 0)]
     if number > 1:
-        raise FormatError(f"it has two {what} of the name {name[:200]!r}")
+        raise FormatError(f"it has two {kind} of the name {name[:200]!r}")
 
 
-def _require_places(file: SingleFile, tensors: Iterable[Tensor], start: int) -> int | None:
-    """Refuse tensors that overlap or end after the file. Return where the last one ends; None if it is quantised, since
-    the length of such a tensor is not known."""
+def _require_places(file: SingleFile, tensors: Iterable[GgufTensor], start: int) -> int | None:
+    """Refuse tensors that overlap or end after the file. Return the end of the last tensor; None if it is quantised,
+    because its length is not known."""
     end, is_known = 0, True
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
         is_known = tensor.kind in _DTYPES
         nbytes = tensor.nbytes if tensor.kind in _DTYPES else 0
         if nbytes and tensor.offset < end:
-            raise FormatError(f"leaf {tensor.name[:200]!r} overlaps another")
+            raise FormatError(f"leaf {tensor.name[:200]!r} overlaps another leaf")
         end = max(end, tensor.offset + nbytes)
         if start + end > file.nbytes and nbytes:
             raise FormatError(

@@ -1,7 +1,7 @@
 """Files of Keras: `.weights.h5`, the older `.h5`, and `.keras`, a zip archive with such a file in it.
 
-h5py reads where the datasets are, in a process of its own. Their bytes are then read like those of any other file.
-Nothing is read that lies elsewhere: links and storage outside are refused.
+h5py locates the datasets, in a process of its own. eformer then reads their bytes itself. Links and storage outside the
+file are refused.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _WEIGHTS = "model.weights.h5"
 _DOCUMENTS = ("config.json", "metadata.json")
 _MAX_DOCUMENT = 2**26  # bytes
 
-# Of the process that reads one file.
-_SECONDS = 10  # of computing; a model of thousands of layers takes one
+# Limits of the process that reads one file.
+_SECONDS = 10  # of computing; a model of thousands of layers takes a second
 _MEMORY = 2**31  # bytes
-_MOST_READ = 2**24  # bytes at once
+_MOST_READ = 2**24  # bytes of one read
 _MOST_RESULT = 2**28
 
 _CODE = "import sys; sys.path[:] = {path}; from {module} import main; main({nbytes}, {seconds}, {memory})"
@@ -57,7 +57,7 @@ def in_hdf5(file: SingleFile, first: bytes) -> Found | None:
 
 
 def in_keras(file: SingleFile, first: bytes) -> Found | None:
-    """Find the tree of a `.keras` archive: its weights. The configuration of the model is metadata."""
+    """Find the weights of a `.keras` archive. The configuration of the model becomes metadata."""
     if not first.startswith(b"PK\x03\x04") or not has_member(file, _WEIGHTS):
         return None
     members = {info.filename: (info, offset) for info, offset in locate_members(file)}
@@ -114,19 +114,19 @@ def _describe(
     )
 
 
-# ---------------- the library of HDF5, in a process of its own that may end or be ended without harm
+# ------------------- the library of HDF5, in a process of its own, which may crash or be killed safely
 
 
 def read_hdf5(file: SingleFile) -> tuple[dict[str, ArrayInFile], dict[str, Any], list[str]]:
-    """Read where the datasets are, by path, what the file says of itself, and the names of unknown attributes.
+    """Locate the datasets by path; read the attributes of the file, and the names of unknown attributes.
 
-    Raise FormatError for a file that is damaged, or has something in it that Keras does not write.
+    Raise FormatError for a file that is damaged, or contains objects that Keras does not write.
     """
     require_extra("h5py", "h5", "files of Keras need")
     with _started(file.nbytes) as process:
         result = _served(file, process)
-    if odd := result.get("odd"):
-        raise FormatError(f"{file.path} has something that eformer does not read: {odd}")
+    if refused := result.get("refused"):
+        raise FormatError(f"{file.path} has an object that eformer does not read: {refused}")
     if "damaged" in result:
         raise FormatError(f"{file.path} is an HDF5 file that cannot be read: {result['damaged']}")
     places = result["places"].items()
@@ -157,7 +157,7 @@ def _started(nbytes: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _served(file: SingleFile, process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """Send the bytes that the process asks for, and return its result."""
+    """Answer the process's requests for bytes of the file, and return its result."""
     assert process.stdin
     assert process.stdout
     try:

@@ -1,8 +1,8 @@
 """Arrays in numpy's .npy format: a header, then the elements, in any byte order, by rows or by columns.
 
-`numpy.savez` and `numpy.savez_compressed` write zip archives with one array in each member, and
-`equinox.tree_serialise_leaves` arrays one after the other, without names. Many programs put a line of JSON before the
-latter, with the hyperparameters of the model. A single .npy file has the same form.
+`numpy.savez` and `numpy.savez_compressed` write zip archives with one array in each member.
+`equinox.tree_serialise_leaves` writes arrays one after the other, without names. Many programs put a line of JSON with
+the hyperparameters of the model before these arrays. A single .npy file has the same form.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ MAGIC = b"\x93NUMPY"
 _USUAL_HEADER = 256  # bytes
 _MAX_HEADER = 2**16
 _MAX_LINE = 2**20  # bytes
-_PIECE = 2**20  # bytes that are decompressed at once
+_PIECE = 2**20  # bytes to decompress in one step
 
-# Only dtypes of this form are passed to numpy: other texts can end the process (SIGFPE).
+# Only texts of this form are passed to numpy: other texts can end the process (SIGFPE).
 _DESCR = re.compile(r"([<>|=]?)([a-zA-Z?])([0-9]{0,9})(\[[0-9a-zA-Z]{1,12}\])?")
 _NAMES = {dtype.str[1:]: name for name, dtype in DTYPES.items() if dtype.kind in "biufc"}
 _NAMES["V2"] = "bfloat16"  # numpy has no name for it
@@ -63,11 +63,11 @@ _MAX_TEXT = 2**24  # bytes
 
 
 class UnsupportedError(FormatError):
-    """An array that is in order, but of a kind that eformer does not store."""
+    """An array is sound, but of a kind that eformer does not store."""
 
 
 class NpyHeader(Struct, frozen=True):
-    """The header of an array. `code` is numpy's code of the dtype without the byte order, `unit` that of a time."""
+    """The header of an array. `code` is numpy's code of the dtype without the byte order, `unit` the unit of a time."""
 
     code: str
     unit: str
@@ -123,7 +123,7 @@ def _why_unsupported(code: str) -> str:
 
 
 def parse_npy_header(read: Callable[[int], bytes]) -> NpyHeader:
-    """Parse the header of a record. `read(nbytes)` returns so many bytes of its beginning, or all there are."""
+    """Parse the header of a record. `read(nbytes)` returns its first bytes, fewer only if the record is shorter."""
     start = read(_USUAL_HEADER)
     if not start.startswith(MAGIC):
         raise FormatError(f"not an array of numpy: it does not begin with {MAGIC!r}")
@@ -147,21 +147,21 @@ def _parse_text(text: bytes, header_nbytes: int) -> NpyHeader:
         fields = ast.literal_eval(text.decode("latin-1").strip())
         descr, is_fortran, shape = fields["descr"], fields["fortran_order"], fields["shape"]
     except (SyntaxError, ValueError, TypeError, KeyError, RecursionError, MemoryError) as error:
-        raise FormatError(f"the header of an array makes no sense: {text[:100]!r}") from error
+        raise FormatError(f"the header of an array is invalid: {text[:100]!r}") from error
     is_shape = isinstance(shape, tuple) and len(shape) <= MOST_AXES
     if (
         not is_shape
         or not all(type(n) is int and 0 <= n < 2**62 for n in shape)
         or type(is_fortran) is not bool
     ):
-        raise FormatError(f"the header of an array makes no sense: {text[:100]!r}")
+        raise FormatError(f"the header of an array is invalid: {text[:100]!r}")
     if isinstance(descr, list):
         raise UnsupportedError(f"records of several fields, {str(descr)[:60]}")
     found = _DESCR.fullmatch(descr) if isinstance(descr, str) else None
     if not found or not (found[3] or found[2] == "O"):
         raise FormatError(f"the header of an array has an unknown dtype: {text[:100]!r}")
     order, kind, digits, unit = found.groups()
-    if kind == "O":  # a pickle, whose end is not known
+    if kind == "O":  # a pickle of unknown length
         raise UnsupportedError("objects of Python, which could run any code while they are read")
     is_swapped = order == ">" and digits != "1"
     return NpyHeader(f"{kind}{int(digits)}", unit or "", is_swapped, is_fortran, shape, header_nbytes)
@@ -170,7 +170,7 @@ def _parse_text(text: bytes, header_nbytes: int) -> NpyHeader:
 class NpyRecord(Struct, frozen=True):
     """An array with its header, in a file. As a virtual file it has the elements as eformer stores them.
 
-    It is decoded as a whole with each read. `crc` is the checksum of header and elements.
+    Every read decodes the whole array. `crc` is the checksum of header and elements.
     """
 
     name: str
@@ -190,7 +190,7 @@ class NpyRecord(Struct, frozen=True):
         return self.header.is_native and not self.is_deflated
 
     def in_file(self, library: Library = "jax") -> ArrayInFile:
-        """Describe the array: where it is, or that it has to be decoded."""
+        """Describe the array: its place in the file, or a virtual file if it has to be decoded."""
         header, is_encoded = self.header, bool(self.header.nbytes) and not self.is_plain
         offset = self.offset + header.header_nbytes if header.nbytes and not is_encoded else 0
         decoded = self if is_encoded else None
@@ -240,7 +240,7 @@ def _inflate(read: ReadInto, offset: int, stored_nbytes: int, size: int) -> byte
 def in_npz(file: SingleFile, first: bytes) -> Found | None:
     """Find the tree of an npz file: nested dicts, split at the dots in the members' names.
 
-    A text without axes becomes a plain value.
+    A single text becomes a plain value.
     """
     if not first.startswith(BEGINNINGS):
         return None
@@ -295,7 +295,7 @@ def _require_supported(info: zipfile.ZipInfo) -> None:
         raise UnsupportedError("encrypted")
     if info.compress_type not in (_STORED, _DEFLATED):
         raise UnsupportedError(
-            f"compressed by method {info.compress_type}; only 0 (not compressed) and 8 (deflate) are supported"
+            f"compressed by method {info.compress_type}; expected 0 (not compressed) or 8 (deflate)"
         )
 
 
@@ -314,13 +314,13 @@ def _read_header(file: SingleFile, info: zipfile.ZipInfo, offset: int) -> NpyHea
 
 
 def _require_possible(info: zipfile.ZipInfo, header: NpyHeader) -> None:
-    """Refuse a member that cannot be as long as it claims, before memory is allocated for it."""
+    """Refuse a member that cannot have the length it claims, before memory is allocated for it."""
     expected = header.header_nbytes + header.nbytes
     stored, size = info.compress_size, info.file_size
     is_possible = size <= stored * _MAX_EXPANSION if info.compress_type == _DEFLATED else size == stored
     if size != expected or not is_possible:
         raise FormatError(
-            f"{stored} bytes for a member of {size}, which should have {expected} by its header: the file is damaged"
+            f"{stored} bytes are stored for {size} bytes, and the header needs {expected}: the file is damaged"
         )
     if not header.is_text:
         header.require_supported()
@@ -336,8 +336,8 @@ def _read_text(file: SingleFile, record: NpyRecord) -> str:
     except CorruptionError as error:
         raise CorruptionError(f"{where} is damaged: {error}") from error
     except UnicodeDecodeError as error:
-        raise FormatError(f"{where} should be a text, but cannot be decoded: {error}") from error
-    return text.rstrip("\0")  # numpy pads texts with these
+        raise FormatError(f"{where} is a text that cannot be decoded: {error}") from error
+    return text.rstrip("\0")  # numpy pads texts with zeros
 
 
 # ------------------------------------------------------------------------------- files of equinox
@@ -346,7 +346,7 @@ def _read_text(file: SingleFile, record: NpyRecord) -> str:
 def in_equinox(file: SingleFile, _: bytes) -> Found | None:
     """Find the arrays of an equinox file, named by their numbers.
 
-    Return None if the file does not begin with an array, or with a line of JSON and an array.
+    Return None unless the file begins with an array, or with a line of JSON and an array.
     """
     line = _read_first_line(file)
     if line is None:
@@ -366,12 +366,12 @@ def in_equinox(file: SingleFile, _: bytes) -> Found | None:
 def _why_no_structure(file: SingleFile, count: int) -> str:
     return (
         f"{file.path} holds {count} arrays without names, one after the other, as equinox writes them: pass like= with "
-        "the tree that was saved, or one of its structure; or keys=, of '0', '1', ..., for arrays by number"
+        "the saved tree, or a tree of its structure; or keys=, of '0', '1', ..., for arrays by number"
     )
 
 
 def _read_first_line(file: SingleFile) -> bytes | None:
-    """Read the line before the arrays, with its newline; return None if no array follows."""
+    """Read the line before the arrays, with its newline. Return None if no array follows."""
     first = file.read(0, len(MAGIC))
     if first == MAGIC:
         return b""
@@ -388,7 +388,7 @@ def _parse_metadata(file: SingleFile, line: bytes) -> dict[str, Any]:
 
 
 def _read_records(file: SingleFile, offset: int) -> list[NpyRecord]:
-    """Read the headers of all arrays; list all arrays that are not supported in one error."""
+    """Read the headers of all arrays. Name all unsupported arrays in one error."""
     records: list[NpyRecord] = []
     problems = []
     while offset < file.nbytes:

@@ -2,12 +2,12 @@
 
     _METADATA               the keys and the kinds of a tree's leaves
     _sharding, _strings.json, array_metadatas/process_N     shardings, texts, and the generators of PRNG keys
-    manifest.ocdbt, d/, ocdbt.process_N/                    a database with the arrays; else a directory for each array
+    manifest.ocdbt, d/, ocdbt.process_N/                    a database with the arrays; else each has a directory
     checkpoint              Orbax up to 0.5.20 and T5X: the tree in msgpack, with or without _METADATA beside it
 
 A checkpoint is such a tree, or has a directory with a tree for each item. A `CheckpointManager` keeps each checkpoint
-in a directory named after its step. Items that are JSON become metadata of the trees beside them,
-and are trees of plain values themselves.
+in a directory named after its step. Items that are JSON become metadata of the trees beside them, and are trees of
+plain values themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.found import Foreign, Found, Place, Trees
-from eformer._engine.formats.left_out import is_checkpoint, left_out
+from eformer._engine.formats.left_out import is_eformer_checkpoint, left_out
 from eformer._engine.formats.others.flax import flatten_message
 from eformer._engine.formats.others.orbax_arrays import ChunkFiles
 from eformer._engine.formats.others.orbax_metadata import (
@@ -62,16 +62,16 @@ FORMAT = "orbax"
 
 INDICATOR = "orbax.checkpoint"  # an empty file that marks checkpoints of version 1
 
-UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a directory while it is being saved
+UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a directory until its save has finished
 
 _JAX_KEY, _NUMPY_KEY = "jax_random_key", "np_random_key"
 _ARRAY_HANDLER = ".ArrayCheckpointHandler"
 
-_MOST_ITEMS = 16  # directories that are looked into
+_MOST_ITEMS = 16  # directories to look into, in a bucket
 
 
 def by_marks(place: Place) -> Found | None:
-    """Find the Orbax checkpoint of a directory, unless it is one of safetensors files."""
+    """Find the Orbax checkpoint of a directory, unless safetensors files make it another checkpoint."""
     if MANIFEST in place.names:
         return None
     directory = on_disk(place.store)  # TensorStore reads it by its path
@@ -79,20 +79,18 @@ def by_marks(place: Place) -> Found | None:
         return _in_bucket(place.store) if _is_one_in_bucket(place) else None
     if any(name.endswith(SUFFIX) for name in place.names) and not marks(directory):
         return None
-    return in_directory(directory, place.names)
+    return in_local_directory(directory, place.names)
 
 
-def in_directory(directory: Path, names: Sequence[str]) -> Found | None:
-    """Find the Orbax checkpoint in a directory that holds these `names`; of several steps, the last.
-
-    Return None if there is none.
-    """
+def in_local_directory(directory: Path, names: Sequence[str]) -> Found | None:
+    """Find the Orbax checkpoint in a directory that holds these `names`, or its last step. Return None if it has
+    neither."""
     checkpoint = read_checkpoint_metadata(directory)
     if tree := find_tree(directory, checkpoint.handler):
         return _Checkpoint(directory, {"": tree}, checkpoint, {}).to_found()
-    if ORBAX_CHECKPOINT not in names and (steps := steps_in(directory, names)):
+    if ORBAX_CHECKPOINT not in names and (steps := step_names_in(directory, names)):
         step = inside_run(directory, steps[-1])
-        return in_directory(step, list(LocalStore(step).kinds()))
+        return in_local_directory(step, list(LocalStore(step).kinds()))
     items = {name: item for name in names if (item := find_item(directory / name, checkpoint.item_handlers))}
     if items or ORBAX_CHECKPOINT in names or _is_json_alone(names) or holds_documents(directory):
         documents = _read_documents(directory, names, {*items, *(checkpoint.custom_metadata or {})})
@@ -107,17 +105,17 @@ def in_directory(directory: Path, names: Sequence[str]) -> Found | None:
 
 
 def inside_run(run: Path, step: str) -> Path:
-    """Return the path of a step; refuse a link that leads out of its run, before anything there is opened."""
+    """Return the path of a step. Refuse a link that leads out of the run, before its target is opened."""
     path, target = run / step, os.path.realpath(run / step)
     if path.is_symlink() and not target.startswith(f"{os.path.realpath(run)}/"):
         raise FormatError(
-            f"{path} is a link to {target!r}, outside of the run; pass that path if it is the step to read"
+            f"{path} is a link to {target!r}, outside the run; pass that path if it is the step to read"
         )
     return path
 
 
 def marks(directory: Path) -> list[str]:
-    """List the files that make the directory itself an Orbax checkpoint, not only its items."""
+    """List the files that mark the directory itself as an Orbax checkpoint, not only its items."""
     found = [name for name in (ORBAX_TREE, ORBAX_CHECKPOINT) if (directory / name).is_file()]
     return [*found, AGGREGATE] if is_aggregate(LocalStore(directory)) else found
 
@@ -131,9 +129,9 @@ def holds_tree(path: Path) -> bool:
 
 
 def find_item(path: Path, handlers: Mapping[str, Any]) -> TreeDirectory | None:
-    """Find the tree of the item at `path`; return None if it is unfinished or holds no tree.
+    """Find the tree of the item at `path`. Return None if the item is unfinished or holds no tree.
 
-    `handlers` has the class names of the handlers that wrote the items, by item.
+    `handlers` has for each item the class name of the handler that wrote it.
     """
     if UNFINISHED in path.name or path.is_symlink() or not path.is_dir():
         return None
@@ -147,9 +145,9 @@ def find_item(path: Path, handlers: Mapping[str, Any]) -> TreeDirectory | None:
 
 
 def find_tree(path: Path, handler: Any, *, is_item: bool = False) -> TreeDirectory | None:
-    """Find the tree of a directory itself, or the array that it holds.
+    """Find the tree of a directory itself, or the single array that it holds.
 
-    `handler` is the class name of the handler that wrote it, or None if that is not known.
+    `handler` is the class name of the handler that wrote it, None if unknown.
     """
     is_array = str(handler).endswith(_ARRAY_HANDLER)
     if holds_tree(path):
@@ -160,15 +158,15 @@ def find_tree(path: Path, handler: Any, *, is_item: bool = False) -> TreeDirecto
 
 
 def _holds_array(path: Path) -> bool:
-    """Tell whether an item is one array, as Orbax before 0.12 stored it."""
+    """Tell whether an item is a single array, as Orbax before 0.12 stored it."""
     return (path / ARRAY_NAME / ZARRAY).is_file() or (path / DATABASE_MANIFEST).is_file()
 
 
 def _is_array_alone(path: Path, *, is_item: bool) -> bool:
     """Tell whether a directory holds an array as Orbax stores it, the marks of Orbax, and nothing else.
 
-    Orbax does not always record what wrote an item. Without any mark of Orbax, an item is taken for a directory of zarr
-    arrays, of which one happens to have this name.
+    Orbax does not always record the handler of an item. An item without any mark of Orbax is a directory of zarr
+    arrays, one of which happens to have Orbax's name.
     """
     if not _holds_array(path):
         return False
@@ -187,16 +185,16 @@ def holds_documents(path: Path) -> bool:
     """Tell whether a directory holds items of JSON and nothing else. Orbax before 0.5.20 left no mark there."""
     store = LocalStore(path)
     kinds = store.kinds()
-    if set(kinds.values()) != {"directory"}:  # scratch of a run is not entered: it may go
+    if set(kinds.values()) != {
+        "directory"
+    }:  # scratch of a run has files, and may vanish while it is looked into
         return False
     return all(set(store.kinds(name)) - {COMMITTED} == {JSON_FILE} for name in kinds)
 
 
-def steps_in(directory: Path, names: Sequence[str]) -> list[str]:
-    """List the directories of finished steps among `names`, the last step last.
-
-    A step that is being saved has another name and is not listed.
-    """
+def step_names_in(directory: Path, names: Sequence[str]) -> list[str]:
+    """List the directories of finished steps among `names`, the last step last. Until its save has finished, a step has
+    another name."""
     numbers = OF_ORBAX.numbers(names)
     items = {name: name.rpartition("_")[0] not in ("", "checkpoint") for name in numbers}
     found = [name for name in numbers if _is_step(directory / name, may_be_item=items[name])]
@@ -204,7 +202,7 @@ def steps_in(directory: Path, names: Sequence[str]) -> list[str]:
 
 
 def _is_step(path: Path, *, may_be_item: bool) -> bool:
-    """Tell whether a directory with the name of a step is one, and not an item, which is a tree itself."""
+    """Tell whether a directory with the name of a step is a step, and not an item, which is a tree itself."""
     if path.is_symlink() or not path.is_dir():
         return (path / ORBAX_CHECKPOINT).is_file()
     if (path / ORBAX_CHECKPOINT).is_file():
@@ -225,7 +223,8 @@ def _is_json_alone(names: Sequence[str]) -> bool:
 
 
 def _read_documents(directory: Path, names: Sequence[str], skip: Container[str]) -> dict[str, Any]:
-    """Read the items that are JSON, by name, except those to `skip`; of a directory that is such an item itself, it."""
+    """Read the items that are JSON, by name, except the names to `skip`. A directory that is such an item itself has
+    the name ""."""
     candidates = [""]
     if not _is_json_alone(names):
         paths = {name: directory / name for name in names if name not in skip}
@@ -240,10 +239,10 @@ def _read_documents(directory: Path, names: Sequence[str], skip: Container[str])
 
 @dataclass(frozen=True, slots=True)
 class _Checkpoint:
-    """A checkpoint, with the items that are trees and those that are JSON `documents`, by name.
+    """A checkpoint: by name, its `items` that are trees, and its `documents`, the items that are JSON.
 
-    Documents are trees of plain values, which are not listed where there are others. A tree is read when it is first
-    asked for: `read` has those, by root, and `versions` the versions of their files.
+    Documents are trees of plain values, which are only listed if the checkpoint has no other trees. Trees are read on
+    first use: `read` has the trees so far by root, and `versions` the versions of their files.
     """
 
     directory: Path
@@ -304,7 +303,7 @@ class _Checkpoint:
         for name, item in self.items.items():
             try:
                 tree = self.read[trees[name].root]
-            except (FormatError, OSError):  # reported when the tree is loaded
+            except (FormatError, OSError):  # a load of the tree reports the error
                 read.update([name] if name else names)
                 continue
             unused += tree.list_unused_arrays()
@@ -320,23 +319,23 @@ class _Checkpoint:
 
 
 def _is_unread_item(path: Path) -> bool:
-    """Tell whether a directory beside the trees is an item of an unknown kind, whatever its files are called."""
+    """Tell whether a directory beside the trees is an item of an unknown kind, whatever the names of its files."""
     if path.name.startswith(".") or path.is_symlink() or not path.is_dir():
         return False
-    if is_checkpoint(LocalStore(path.parent), path.name):
+    if is_eformer_checkpoint(LocalStore(path.parent), path.name):
         return False
     return any(not entry.is_dir(follow_symlinks=False) for _, entry in walk(path))
 
 
 # --------------------------------------------------------------------------------------- in a bucket
 #
-# A checkpoint is copied to this machine when a tree of it is first asked for. TensorStore reads databases and arrays by
-# the paths of their files. It could read from some buckets itself, but with other credentials, other options and other
-# errors than everything else here.
+# A checkpoint is copied to this machine when one of its trees is first used, because TensorStore reads databases and
+# arrays by the paths of their files. It could read from some buckets itself, but with its own credentials, options and
+# errors, unlike all other reads of eformer.
 
 
 def _in_bucket(store: Store) -> Found:
-    """Describe the checkpoint of a directory that is not on this machine. Nothing is copied yet."""
+    """Describe the checkpoint of a directory that is not on this machine. It is copied on first use."""
     trees = _CopiedTrees(store)
     foreign = Foreign(
         lambda tree: trees.found().files(tree),
@@ -359,7 +358,7 @@ def _is_one_in_bucket(place: Place) -> bool:
 
 
 class _CopiedTrees(Mapping[str, "TreeEntry"]):
-    """The trees of a checkpoint, which is copied once, by the first thread that needs it."""
+    """The trees of a checkpoint in a bucket. The first thread that needs a tree copies the checkpoint, once."""
 
     def __init__(self, store: Store) -> None:
         self._store, self._lock = store, Lock()
@@ -367,12 +366,12 @@ class _CopiedTrees(Mapping[str, "TreeEntry"]):
         self._found: Found | None = None
 
     def found(self) -> Found:
-        """Return the checkpoint as it is on this machine."""
+        """Return the copy of the checkpoint on this machine."""
         with self._lock:
             if self._found is None:
                 self._copy = copy_of(self._store)
                 names = sorted(path.name for path in self._copy.path.iterdir())
-                self._found = in_directory(self._copy.path, names)
+                self._found = in_local_directory(self._copy.path, names)
             if self._found is None:
                 raise NotFoundError(f"no checkpoint at {self._store.url}: its save by Orbax has not finished")
             return self._found

@@ -1,4 +1,4 @@
-"""The zarr arrays of an Orbax tree, in version 2 or 3, in a database or in directories: opened by TensorStore."""
+"""Open the zarr arrays of an Orbax tree with TensorStore: version 2 or 3, in a database or in directories."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ if TYPE_CHECKING:
     from eformer._engine.record.boxes import Box
 
 _CACHE_BYTES = 2**25
-_MOST_FILLED = 2**36  # bytes of arrays that may be fill values alone
-_MOST_UNSEEN = 2**28  # bytes of arrays, of which all chunks are stored, that are not compared with the files
-_MOST_CHUNKS = 2**22  # that may be fill values alone
-_MAX_CHUNKS = 2**16  # of one array; of more, several are read together
+_MOST_FILLED = 2**36  # bytes of arrays that may consist of fill values alone
+# Up to so many bytes, arrays that store all chunks are not compared with the lengths of the files.
+_MOST_UNSEEN = 2**28
+_MOST_CHUNKS = 2**22  # chunks that may consist of fill values alone
+_MAX_CHUNKS = 2**16  # chunks of one array; beyond that, neighbours are read together
 _FILL_MISSING = "fill_missing_data_reads"
 _SCALAR_DTYPES = {
     "bool", "int4", "int8", "int16", "int32", "int64", "uint4", "uint8", "uint16", "uint32", "uint64", "float16",
@@ -47,9 +48,9 @@ _AFTER_BLOSC = {"crc32c"}  # codecs that leave the header of blosc where it is
 
 @dataclass(frozen=True, slots=True)
 class ArrayStore:
-    """How the arrays of a tree are stored: in `directory`, or in the database that lies there.
+    """The storage of a tree's arrays: `directory`, or the database in it.
 
-    `stores_all_chunks` tells that a missing chunk is an error, and not a chunk of fill values.
+    With `stores_all_chunks` a missing chunk is an error, without it a chunk of fill values.
     """
 
     directory: Path
@@ -62,8 +63,9 @@ class ArrayStore:
 class ZarrArray:
     """A zarr array, by its path in the directory or in the database.
 
-    `key` names the generator of a PRNG key. `is_scalar` marks an array that holds a plain number. `shape` and `driver`
-    are what T5X expects of the array.
+    key            the name of the generator, for a PRNG key
+    is_scalar      marks an array that holds a plain number
+    shape, driver  as recorded by T5X, which the array must match
     """
 
     path: str
@@ -76,7 +78,7 @@ class ZarrArray:
 
 
 def array_store(directory: Path, tree: TreeMetadata | None) -> ArrayStore:
-    """Find out how the arrays are stored: as `_METADATA` says, else by whether there is a database."""
+    """Return the storage of the arrays as `_METADATA` records it. Without a record, see whether a database exists."""
     is_database = tree.use_ocdbt if tree else None
     if is_database is None:
         is_database = (directory / DATABASE_MANIFEST).exists()
@@ -87,12 +89,12 @@ def array_store(directory: Path, tree: TreeMetadata | None) -> ArrayStore:
 
 
 def open_arrays(store: ArrayStore, leaves: Mapping[str, ZarrArray]) -> dict[str, Any]:
-    """Open the arrays of these leaves, all at once; return TensorStore's arrays by path."""
+    """Open the arrays of these leaves concurrently. Return TensorStore's arrays by path."""
     if not leaves:
         return {}
     import tensorstore as ts  # late: it is slow to import
 
-    # The caller's path may be a link; nothing below it may.
+    # The caller's path may be a link. Links below it are refused, because TensorStore would follow them anywhere.
     require_plain_files(Path(os.path.realpath(store.directory)), is_database=store.is_database)
     context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
     begin = partial(ts.open, context=context, open=True, read=True)
@@ -102,7 +104,7 @@ def open_arrays(store: ArrayStore, leaves: Mapping[str, ZarrArray]) -> dict[str,
     except Exception as error:  # such as a path that is not UTF-8
         raise FormatError(f"TensorStore cannot read {store.directory}: {brief(error)}") from error
     arrays = {path: _wait_for(store, path, future) for path, future in begun.items()}
-    # An array without a fill value stores all of its chunks, so a missing one is an error as well.
+    # An array without a fill value stores all of its chunks, so a missing chunk is an error there, too.
     lenient = [
         path
         for path, array in arrays.items()
@@ -146,7 +148,7 @@ def _spec(store: ArrayStore, name: str, leaf: ZarrArray) -> dict[str, Any]:
 
 def inner_database(store: ArrayStore, path: str) -> str:
     """Return the directory of the database in which Orbax 0.3.5 to 0.4.1 stored a leaf whose name has a slash: "a/b" is
-    the array "b" in the database "a". Return "" if there is none."""
+    the array "b" in the database "a". Return "" if it does not exist."""
     inner = path.rpartition("/")[0]
     if not inner or not store.is_database or not is_inside(path):
         return ""
@@ -156,15 +158,15 @@ def inner_database(store: ArrayStore, path: str) -> str:
 def _wait_for(store: ArrayStore, path: str, future: Any) -> Any:
     try:
         return future.result()
-    except Exception as error:  # damaged files make TensorStore raise anything
+    except Exception as error:  # TensorStore raises errors of many kinds for damaged files
         raise CorruptionError(
             f"leaf {path!r}: {store.directory} has no such array, or it is damaged: {brief(error)}"
         ) from error
 
 
 def _require_stored(store: ArrayStore, arrays: Mapping[str, Any]) -> None:
-    """Refuse arrays that are far larger than all files together, or of far more chunks: those are missing, which would
-    be found out one by one. Missing chunks of smaller arrays may be fill values."""
+    """Refuse arrays that are far larger, or have far more chunks, than all files together can hold: reads would find
+    the missing chunks one by one, for hours. Missing chunks of smaller arrays may be fill values."""
     sizes = {path: array.size * (array.dtype.numpy_dtype.itemsize or 1) for path, array in arrays.items()}
     claimed, chunks = sum(sizes.values()), sum(map(_count_chunks, arrays.values()))
     most = _MOST_UNSEEN if store.stores_all_chunks else _MOST_FILLED
@@ -185,11 +187,10 @@ def _count_chunks(array: Any) -> int:
 
 
 def read_scalar(store: ArrayStore, path: str, array: Any) -> Any:
-    """Read a plain number. Orbax does not record whether it was Python's or numpy's; it comes back as Python's."""
+    """Read a plain number. Orbax does not record whether it was Python's or numpy's, so it comes back as Python's."""
     if array.rank or array.dtype.name not in _SCALAR_DTYPES:
         raise FormatError(
-            f"leaf {path!r} of {store.directory} should be a scalar, but is "
-            f"{array.dtype.name}{list(array.shape)}"
+            f"leaf {path!r} of {store.directory} is {array.dtype.name}{list(array.shape)}, expected a scalar"
         )
     (whole,) = split_into_chunks(path, array, array.dtype.numpy_dtype.itemsize)
     with locating(f"leaf {path!r} of {store.directory} cannot be read"):
@@ -197,19 +198,17 @@ def read_scalar(store: ArrayStore, path: str, array: Any) -> Any:
 
 
 def describe_leaf(leaf: ZarrArray, array: Any, chunks: list[Chunk], first_file: int) -> LeafEntry:
-    """Check an array against its leaf, and describe it. The chunks to read are added to `chunks`: they are the
-    files from number `first_file` on."""
+    """Check an array against its leaf, and describe it. Its chunks are appended to `chunks`, the files from number
+    `first_file` on."""
     shape, dtype = tuple(array.shape), array.dtype.name
     if leaf.shape not in (None, shape):
         raise FormatError(
-            f"leaf {leaf.path!r} should be of shape {list(leaf.shape or ())}, but is of {list(shape)}"
+            f"leaf {leaf.path!r} has the shape {list(shape)}, expected {list(leaf.shape or ())}"
         )
     with locating(f"leaf {leaf.path!r}"):
         itemsize = dtype_from_name(dtype).itemsize
     if leaf.key and (dtype != "uint32" or not shape):
-        raise FormatError(
-            f"leaf {leaf.path!r} should hold PRNG keys of {leaf.key!r}, but is {dtype}{list(shape)}"
-        )
+        raise FormatError(f"leaf {leaf.path!r} is {dtype}{list(shape)}, expected PRNG keys of {leaf.key!r}")
     own = split_into_chunks(leaf.path, array, itemsize)
     extents = tuple(
         Extent(
@@ -218,7 +217,7 @@ def describe_leaf(leaf: ZarrArray, array: Any, chunks: list[Chunk], first_file: 
             chunk.nbytes,
             "",
             None if chunk.box.shape == shape else (chunk.box.start, chunk.box.stop),
-            Coding("", chunk.box.shape),  # so that the chunk is read as a whole
+            Coding("", chunk.box.shape),  # a coding makes the load read the chunk as a whole
         )
         for number, chunk in enumerate(own, first_file + len(chunks))
     )
@@ -245,12 +244,12 @@ class Chunk(Struct, frozen=True):
             if self.blosc:
                 self.blosc.require_claims(self.box)
             return self.array[self.box.slices].read().result()
-        except Exception as error:  # damaged files make TensorStore raise anything
+        except Exception as error:  # TensorStore raises errors of many kinds for damaged files
             raise CorruptionError(brief(error)) from error
 
 
 def split_into_chunks(path: str, array: Any, itemsize: int) -> list[Chunk]:
-    """Split an array into the boxes to read: its chunks, or several together if there are very many."""
+    """Split an array into the boxes to read: its chunks, or groups of chunks if the array has very many."""
     shape = tuple(array.shape)
     chunk_shape = tuple(max(1, size) for size in array.chunk_layout.read_chunk.shape or ())
     with locating(f"leaf {path!r}"):
@@ -271,9 +270,9 @@ def _merged(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, 
 
 
 class ChunkFiles(UnchangingFiles):
-    """Chunks by number. Each read decodes a whole chunk, so a chunk should be read at once.
+    """Chunks as files, by number. Each read decodes a whole chunk, so read a chunk in one go.
 
-    TensorStore opens files when it reads them, and replaces a chunk as a whole, so a read never mixes two.
+    TensorStore opens files when it reads them, and replaces a chunk as a whole, so a read never mixes two versions.
     """
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
@@ -299,12 +298,13 @@ def brief(error: Exception) -> str:
 
 # --------------------------------------------------------------------------------------------- blosc
 #
-# Chunks that blosc compressed are looked at before TensorStore does: it allocates what they claim, and a failed
-# allocation in it ends the process. All other codecs it decodes to the length of the chunk, and no further.
+# The headers of blosc chunks are checked before TensorStore decodes them: it allocates the claimed length, and a failed
+# allocation in it ends the process. For all other codecs it stops at the length of the chunk.
 
 
 class BloscChunks(Struct, frozen=True):
-    """The chunks of an array that blosc compressed, in `store` under names that begin and are joined in this way."""
+    """The chunks of an array that blosc compressed, in `store`. Their names are `start`, then numbers joined by
+    `separator`."""
 
     store: Any
     shape: tuple[int, ...]
@@ -314,7 +314,7 @@ class BloscChunks(Struct, frozen=True):
     separator: str
 
     def require_claims(self, box: Box) -> None:
-        """Refuse a box with a chunk that claims to be larger than it can be. Missing chunks are left to TensorStore."""
+        """Refuse a box with a chunk that claims a wrong length. Missing chunks are left to TensorStore."""
         for name, _ in chunks_in(box, self.shape, self.chunk):
             key = self.start + name.replace(".", self.separator) if self.shape else self.start or "0"
             found = self.store.read(key, byte_range=slice(0, BLOSC_HEADER)).result()
@@ -323,7 +323,7 @@ class BloscChunks(Struct, frozen=True):
 
 
 def blosc_chunks(path: str, array: Any, chunk: tuple[int, ...], itemsize: int) -> BloscChunks | None:
-    """Return the chunks of an array of TensorStore if blosc compressed them, else None."""
+    """Return the chunks of an array if blosc compressed them, else None."""
     codec = array.codec.to_json()
     if "blosc" not in str(codec):
         return None
@@ -339,10 +339,10 @@ def blosc_chunks(path: str, array: Any, chunk: tuple[int, ...], itemsize: int) -
 
 
 def _require_plain(path: str, codecs: list[Mapping[str, Any]]) -> None:
-    """Refuse blosc inside of shards or of another compressor, where its header cannot be found."""
+    """Refuse blosc inside shards or another compressor, where its header cannot be found."""
     names = [codec["name"] for codec in codecs]
     if "blosc" not in names or not _AFTER_BLOSC.issuperset(names[names.index("blosc") + 1 :]):
-        raise FormatError(f"leaf {path!r}: blosc inside of {', '.join(names)} is not supported")
+        raise FormatError(f"leaf {path!r}: blosc inside {', '.join(names)} is not supported")
 
 
 def _key_encoding(encoding: Mapping[str, Any]) -> tuple[str, str]:

@@ -1,6 +1,6 @@
-"""The JSON files of an Orbax checkpoint, parsed and checked.
+"""Parse and check the JSON files of an Orbax checkpoint.
 
-_CHECKPOINT_METADATA         of a checkpoint: when it was saved, which handlers wrote it, the user's metadata
+_CHECKPOINT_METADATA         of a checkpoint: the time of the save, the handlers that wrote it, the user's metadata
 _METADATA                    of a tree: the keys and the kind of every leaf
 _sharding                    the shardings of its arrays
 _strings.json                the leaves that are texts
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from eformer._engine.formats.nested_names import Index, tree_of_paths
+from eformer._engine.formats.nested_names import SequenceIndex, tree_of_paths
 from eformer._engine.formats.others.flax import flatten_message
 from eformer._engine.record.indexes import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.record.manifest import RecordedSharding
@@ -37,14 +37,14 @@ logger = logging.getLogger("eformer")
 SHARDINGS = "_sharding"
 STRINGS = "_strings.json"
 ARRAY_METADATAS = "array_metadatas"
-TREE_METADATA = "tree_metadata"  # the structure, as text, of 0.3.0; the msgpack file has it, too
+TREE_METADATA = "tree_metadata"  # the structure as text, by 0.3.0; the msgpack file has it as well
 
 JSON_FILE = "metadata"  # of an item that is JSON
 COMMITTED = "commit_success.txt"  # an empty file that marks a finished item
 
 _BEGINNING = 64  # bytes
 
-# Kinds of leaves that are empty containers: nothing is stored of them.
+# Kinds of leaves that are empty containers, of which Orbax stores no bytes.
 EMPTY_CONTAINERS: dict[str, Any] = {"None": None, "NamedTuple": None, "Dict": {}, "List": [], "Tuple": ()}
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 class CheckpointMetadata(msgspec.Struct):
-    """The members of `_CHECKPOINT_METADATA` that are used here."""
+    """The fields of `_CHECKPOINT_METADATA` that eformer uses."""
 
     commit_timestamp_nsecs: int | None = None
     custom_metadata: dict[str, Any] | None = None
@@ -61,25 +61,25 @@ class CheckpointMetadata(msgspec.Struct):
 
     @property
     def item_handlers(self) -> dict[str, Any]:
-        """Return the handler that wrote each item, by the item's name; empty if the file does not say, or if there are
-        no items."""
+        """Return the handler that wrote each item, by the item's name. Empty without items, or if the file does not
+        record handlers."""
         return self.raw_item_handlers if isinstance(self.raw_item_handlers, dict) else {}
 
     @property
     def handler(self) -> str | None:
-        """Return the handler that wrote a checkpoint without items, or None if the file does not say."""
+        """Return the handler that wrote a checkpoint without items; None if the file does not record it."""
         return self.raw_item_handlers if isinstance(self.raw_item_handlers, str) else None
 
     @property
     def saved_at(self) -> str:
-        """Return the time of the save in ISO format, or "" if it is missing or out of range."""
+        """Return the time of the save in ISO format; "" if it is missing or out of range."""
         with suppress(OverflowError, OSError, TypeError, ValueError):
             return dt.datetime.fromtimestamp(self.commit_timestamp_nsecs // 10**9, dt.UTC).isoformat()  # type: ignore[operator]
         return ""
 
 
 def read_checkpoint_metadata(directory: Path) -> CheckpointMetadata:
-    """Read `_CHECKPOINT_METADATA`; return an empty one if the file is missing."""
+    """Read `_CHECKPOINT_METADATA`. If the file is missing, all fields are empty."""
     return _read_optional(directory, ORBAX_CHECKPOINT, CheckpointMetadata) or CheckpointMetadata()
 
 
@@ -87,7 +87,7 @@ def read_checkpoint_metadata(directory: Path) -> CheckpointMetadata:
 
 
 class KeyMetadata(msgspec.Struct):
-    """One step on the way from the root to a leaf."""
+    """A step on the way from the root to a leaf."""
 
     key: str
     key_type: int = 2
@@ -118,16 +118,16 @@ class LeafMetadata(msgspec.Struct):
 
     @property
     def path(self) -> tuple[str, ...]:
-        return tuple(Index(key.key) if key.is_index else key.key for key in self.key_metadata)
+        return tuple(SequenceIndex(key.key) if key.is_index else key.key for key in self.key_metadata)
 
     @property
     def name(self) -> str:
-        """Return the leaf's name in eformer: its keys, escaped and joined by dots."""
+        """Return the name of the leaf in eformer: its keys, escaped and joined by dots."""
         return join_name(escape(key.key) for key in self.key_metadata)
 
 
 class TreeMetadata(msgspec.Struct):
-    """The members of `_METADATA` that are used here."""
+    """The fields of `_METADATA` that eformer uses."""
 
     tree_metadata: dict[str, LeafMetadata]
     use_ocdbt: bool | None = None
@@ -146,7 +146,7 @@ def metadata_of_single_array(name: str) -> TreeMetadata:
 
 
 def read_tree_metadata(directory: Path) -> TreeMetadata | None:
-    """Read `_METADATA`; return None if the file is missing."""
+    """Read `_METADATA`. Return None if the file is missing."""
     return _read_optional(directory, ORBAX_TREE, TreeMetadata)
 
 
@@ -165,8 +165,8 @@ class _Sharding(msgspec.Struct):
 def read_shardings(directory: Path) -> dict[str, RecordedSharding]:
     """Read the shardings of arrays, by stored name.
 
-    A sharding or a file that cannot be parsed is skipped: an array can be loaded under any sharding. Orbax 0.4.1 does
-    not encode the names, so a name with a slash makes an object where the text of a sharding is expected.
+    Shardings and files that cannot be parsed are skipped: an array can be loaded under any sharding. Orbax 0.4.1 does
+    not encode the names, so a name with a slash makes an object in place of the text of a sharding.
     """
     found: dict[str, RecordedSharding] = {}
     for name, text in _sharding_texts(directory).items():
@@ -185,7 +185,7 @@ def _sharding_texts(directory: Path) -> dict[str, Any]:
     try:
         return _read_optional(directory, SHARDINGS, dict[str, Any]) or {}
     except (FormatError, OSError) as error:
-        logger.warning("%s: the arrays are read without their recorded shardings", error)
+        logger.warning("%s; the arrays are read without their recorded shardings", error)
         return {}
 
 
@@ -218,7 +218,8 @@ def read_key_generators(directory: Path) -> dict[str, str]:
 
 
 def read_json_item(directory: Path, item: str = "") -> Any:
-    """Read the JSON in the only file of an item, which is a directory in the one of the checkpoint, or that one."""
+    """Read the JSON in the only file of an item. The item is a directory in the checkpoint, or "" for the checkpoint's
+    own directory."""
     store = LocalStore(directory)
     (name,) = (name for name in store.kinds(item) if name not in (COMMITTED, ORBAX_CHECKPOINT))
     file = f"{item}/{name}" if item else name
@@ -228,12 +229,12 @@ def read_json_item(directory: Path, item: str = "") -> Any:
 
 
 def read_is_typed(directory: Path, item: str) -> bool:
-    """Read whether a PRNG key is typed from the JSON item beside it."""
+    """Read from the JSON item beside a PRNG key whether the key is typed."""
     try:
         return bool(read_json_item(directory, item)["typed"])
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise FormatError(
-            f"{directory / item} does not say whether the PRNG key is typed: {error}"
+            f"{directory / item} does not record whether the PRNG key is typed: {error}"
         ) from error
 
 
@@ -245,7 +246,7 @@ def _read(directory: Path, name: str, kind: type[T]) -> T:
     data, _ = read_whole(LocalStore(directory), name)
     try:
         return parse_json(data, kind, problem)
-    except FormatError:  # the metadata of the user may hold NaN
+    except FormatError:  # the user's metadata may contain NaN, which is not JSON
         if name != ORBAX_CHECKPOINT:
             raise
         return parse_lenient(data, kind, problem)
@@ -264,7 +265,7 @@ def _read_optional(directory: Path, name: str, kind: type[T]) -> T | None:
 def build_structure(leaves: Sequence[LeafMetadata], origin: str) -> Any:
     """Build the structure of dicts and lists that holds these leaves.
 
-    Orbax does not record tuples, namedtuples and classes: they come back as lists and dicts. Leaves that do not form
+    Orbax does not record tuples, namedtuples and classes, so they come back as lists and dicts. Leaves that do not form
     a tree raise a FormatError that names `origin`.
     """
     paths = [(leaf.path, EMPTY_CONTAINERS.get(leaf.value_metadata.value_type, leaf.name)) for leaf in leaves]

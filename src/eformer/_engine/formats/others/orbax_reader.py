@@ -1,4 +1,4 @@
-"""One tree of an Orbax checkpoint, described as eformer records its own, with the files to read it from."""
+"""Describe one tree of an Orbax checkpoint in eformer's terms, and open its files."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ if TYPE_CHECKING:
     from eformer._engine.formats.others.orbax_metadata import LeafMetadata, TreeMetadata
     from eformer._engine.stores.base import Files, Store, Version
 
-ARRAY_NAME = "checkpoint"  # of the only leaf of an item that is one array
-PROCESS = "ocdbt.process_"  # at the beginning of the names of databases that are parts of another
+ARRAY_NAME = "checkpoint"  # the name of the leaf of an item that is a single array
+PROCESS = "ocdbt.process_"  # begins the name of a process's database, which is a part of the whole database
 AGGREGATE = "checkpoint"  # the msgpack file
 
 _PICKLE = 0x80  # the first byte of protocol 2 and above; in msgpack, an empty dict
-_ELEMENT = "ELEMENT"  # the only leaf of an item that is one array, in the msgpack file
+_ELEMENT = "ELEMENT"  # in the msgpack file, the name of the leaf of an item that is a single array
 
 # The files of an array that lies in the tree's own directory: chunks, and the metadata of zarr 3.
 _FILE_OF_ARRAY = re.compile(r"\d+(\.\d+)*|c|zarr\.json")
@@ -73,8 +73,8 @@ _FILE_OF_ARRAY = re.compile(r"\d+(\.\d+)*|c|zarr\.json")
 class TreeDirectory:
     """A directory that holds one tree.
 
-    Orbax stores an item that is a single array or PRNG key as a dict with one leaf; `is_single_array` marks it.
-    `key_metadata` names the directory beside it that describes a PRNG key.
+    is_single_array  marks an item that is a single array or PRNG key, which Orbax stores as a dict with one leaf
+    key_metadata     the name of the directory beside it that describes a PRNG key
     """
 
     directory: Path
@@ -86,7 +86,7 @@ class TreeDirectory:
 class _Contents:
     """The leaves of a tree: arrays as `entries`, plain values as JSON, and the files that the entries refer to.
 
-    The msgpack file comes first, then `virtual_files`, which are parts of it, then `chunks`.
+    Files are numbered: first the msgpack file, then `virtual_files`, which are parts of it, then `chunks`.
     """
 
     entries: Mapping[str, LeafEntry]
@@ -135,7 +135,7 @@ class OrbaxTree:
         else:
             names += filter(None, self.contents.array_paths)
         above = {path.rpartition("/")[0] for path in self.contents.array_paths}
-        names += [f"{folder}/{SHARDINGS}" for folder in above if folder]  # 0.4.1, for names with a slash
+        names += [f"{folder}/{SHARDINGS}" for folder in above if folder]  # by 0.4.1, for names with a slash
         if "" in self.contents.array_paths:
             names += [name for name in LocalStore(directory).kinds() if _FILE_OF_ARRAY.fullmatch(name)]
         return [self._path(name) for name in names]
@@ -165,10 +165,8 @@ class OrbaxTree:
 def read_tree(
     checkpoint: Path, place: TreeDirectory, *, metadata: Mapping[str, Any], saved_at: str
 ) -> OrbaxTree:
-    """Read a tree of a checkpoint, without the elements of its arrays.
-
-    `metadata`, as JSON, and `saved_at` become part of its record.
-    """
+    """Read a tree of a checkpoint, without the elements of its arrays. `metadata` (as JSON) and `saved_at` become part
+    of its record."""
     directory = place.directory
     root = "" if directory == checkpoint else directory.relative_to(checkpoint).as_posix()
     tree = read_tree_metadata(directory)
@@ -180,7 +178,7 @@ def read_tree(
         leaves = leaves_in_metadata(directory, tree, aggregate)
         structure = build_structure(tree.leaves, str(directory))
     else:
-        assert aggregate  # a directory without either does not hold a tree
+        assert aggregate  # a directory with neither file holds no tree
         leaves, structure = leaves_in_aggregate(directory, aggregate), aggregate.structure
     contents = _describe(store, leaves, has_aggregate=aggregate is not None)
     entries = contents.entries
@@ -224,14 +222,14 @@ def _describe(store: ArrayStore, leaves: Mapping[str, Leaf], *, has_aggregate: b
 
 
 def _unwrap(place: TreeDirectory, contents: _Contents) -> dict[str, LeafEntry]:
-    """Return the only array of an item under the name of a bare leaf, as a PRNG key if it was one."""
+    """Return the only array of an item under the name of a bare leaf. An array that was a PRNG key becomes a key."""
     count = len(contents.entries) + len(contents.values)
     if len(contents.entries) != 1 or count != 1:
-        raise FormatError(f"{place.directory} should hold one array, but holds {count} leaves")
+        raise FormatError(f"{place.directory} holds {count} leaves, expected a single array")
     (entry,) = contents.entries.values()
     is_typed = place.key_metadata and read_is_typed(place.directory.parent, place.key_metadata)
     if is_typed and entry.dtype == "uint32" and entry.shape[-1:] == (2,):
-        # Orbax does not record the generator and uses JAX's default, the only one whose keys are two numbers.
+        # Orbax does not record the generator. It uses JAX's default, the only generator whose keys are two numbers.
         entry = msgspec.structs.replace(entry, key="threefry2x32", sharding=None)
     return {BARE_LEAF: entry}
 
@@ -245,11 +243,11 @@ def _data_files(aggregate: Aggregate | None, contents: _Contents) -> Iterator[Da
         yield DataFile(chunk.name, chunk.nbytes)
 
 
-# --------- where each leaf is stored: listed in `_METADATA`, in the msgpack file, or in a zarr array
+# -------- the place of each leaf: listed in `_METADATA`, in the msgpack file, or in a zarr array
 
 
 def leaves_in_metadata(directory: Path, tree: TreeMetadata, aggregate: Aggregate | None) -> dict[str, Leaf]:
-    """Locate every leaf that `_METADATA` lists, by name; refuse a msgpack file that lists others."""
+    """Locate every leaf that `_METADATA` lists, by name. Refuse a msgpack file that lists different leaves."""
     strings, shardings = read_strings(directory), read_shardings(directory)
     generators = read_key_generators(directory)
 
@@ -295,7 +293,7 @@ def _require_same_leaves(
 ) -> None:
     external = {name: leaf.path for name, leaf in aggregate.leaves.items() if isinstance(leaf, ZarrArray)}
     stored = {leaf.name: leaf.stored_name for leaf in tree.leaves}
-    # Orbax 0.5.4 to 0.5.20 names arrays for empty containers, of which it stores none.
+    # Orbax 0.5.4 to 0.5.20 names arrays for empty containers, and stores none of them.
     empty = stored.keys() - found.keys()
     problems = sorted(found.keys() ^ (aggregate.leaves.keys() - (empty & external.keys())))
     problems += [name for name, path in external.items() if path != stored.get(name, path)]
@@ -308,8 +306,8 @@ def _require_same_leaves(
 
 # ------------------------------------------------------------------------------------ the msgpack file
 #
-# Orbax up to 0.5.20, flax on top of it, and T5X keep a tree in it: the structure and the small leaves. For every other
-# leaf it names the array beside the file that holds it:
+# Orbax up to 0.5.20, flax on top of it, and T5X keep a tree in this file: the structure and the small leaves. For every
+# other leaf it names the array beside the file:
 #
 #     {"step": 3, "w": "PLACEHOLDER://params.w"}                                      Orbax
 #     {"w": {"driver": "zarr", "kvstore": {"path": "target.w"}, "metadata": ...}}     T5X
@@ -322,7 +320,7 @@ class PlainValue:
     value: Any
 
 
-# An array in the file, a plain value, or an array beside the file, of which T5X records the driver and the shape.
+# An array in the file, a plain value, or an array beside the file, whose driver and shape T5X records.
 Leaf = ArrayInFile | PlainValue | ZarrArray
 
 
@@ -337,7 +335,7 @@ class Aggregate:
 
 
 def is_aggregate(store: Store) -> bool:
-    """Tell whether the directory has the msgpack file: one of its name that begins like a tree in msgpack."""
+    """Tell whether the directory has the msgpack file: a file of its name that begins like a tree in msgpack."""
     try:
         first, entry = store.read(AGGREGATE, 0, 32)
     except (OSError, FormatError):
@@ -377,7 +375,7 @@ class _ArrayMetadata(msgspec.Struct):
 
 
 class _Transform(msgspec.Struct, forbid_unknown_fields=True):
-    """The domain of a whole array. Other members mean a part of an array, or something else."""
+    """The domain of a whole array. A specification with other fields is not of a whole array, and refused."""
 
     input_exclusive_max: list[int | tuple[int]] = []
     input_inclusive_min: list[int] = []
@@ -393,7 +391,7 @@ class _Spec(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def is_whole(self) -> bool:
-        """Tell whether the specification is of a whole array."""
+        """Tell whether the specification stands for a whole array."""
         if self.transform is None:
             return True
         ends = [end[0] if isinstance(end, tuple) else end for end in self.transform.input_exclusive_max]
@@ -401,7 +399,7 @@ class _Spec(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _parse_t5x_array(document: Mapping[Any, Any], name: str) -> ZarrArray:
-    """Parse a TensorStore specification; refuse one of a part of an array, or with unknown members."""
+    """Parse a TensorStore specification. Refuse a part of an array, and unknown fields."""
     try:
         spec = msgspec.convert(document, _Spec)
     except msgspec.ValidationError as error:

@@ -1,4 +1,4 @@
-"""Find PEFT's adapters: `adapter_model.safetensors`, and `adapter_config.json`, which becomes metadata of the tree."""
+"""Find PEFT's adapters: `adapter_model.safetensors`, with `adapter_config.json` as metadata of the tree."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ CONFIG_KEY = "adapter_config"  # in the metadata of a tree
 
 
 def by_config(place: Place) -> Found | None:
-    """Find the adapter of a directory that holds an adapter alone. With other safetensors files beside it, it is one
-    prefix of several, and not for this reader."""
+    """Find the adapter of a directory that holds only an adapter. Beside other safetensors files the adapter is one of
+    several prefixes, and left to the reader of these."""
     weights = [name for name in place.names if name.endswith(SUFFIX)]
     if CONFIG not in place.names or MANIFEST in place.names or weights != [WEIGHTS]:
         return None
@@ -43,7 +43,8 @@ def by_config(place: Place) -> Found | None:
 def _read_config(store: Store) -> tuple[dict[str, Any], Version]:
     data, entry = read_whole(store, CONFIG)
     problem = (
-        f"{store.path_to(CONFIG)} is not the configuration of an adapter; the path of {WEIGHTS} needs none"
+        f"{store.path_to(CONFIG)} is not the configuration of an adapter; to load without one, pass the path of "
+        f"{WEIGHTS}"
     )
     return parse_json(data, dict[str, Any], problem), entry.version
 

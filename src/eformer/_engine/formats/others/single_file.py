@@ -1,4 +1,4 @@
-"""A checkpoint that is one file, by another program: opened, and described as eformer records its own."""
+"""Open a checkpoint of another program that is one file, and describe it in eformer's terms."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MAX_ATTEMPTS = 100
 
 @dataclass(frozen=True, slots=True)
 class SingleFile:
-    """An open file, or a part of one from `start` on, which stays what it is even if another takes its place."""
+    """An open file, or the bytes of one from `start` on. Its contents stay the same if another file takes its name."""
 
     store: Store
     name: str
@@ -48,39 +48,39 @@ class SingleFile:
         return path if self.start is None else f"{path}, from byte {self.start} on"
 
     def part(self, start: int, nbytes: int) -> SingleFile:
-        """Return a file that lies inside of this one."""
+        """Return the file that lies inside this one at these bytes."""
         return replace(self, start=(self.start or 0) + start, nbytes=nbytes)
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Read up to `nbytes` from `offset` on; less only at the end of the file."""
+        """Read `nbytes` from `offset` on; fewer only at the end of the file."""
         memory = bytearray(max(0, min(nbytes, self.nbytes - offset)))
         return bytes(memory[: self.read_into(memoryview(memory), offset)])
 
     def read_into(self, memory: memoryview, offset: int) -> int:
-        """Fill `memory` from `offset` on; return the number of bytes, less only at the end of the file."""
+        """Fill `memory` from `offset` on. Return the number of bytes, which is smaller only at the end of the file."""
         return self.files.read_into(0, memory[: max(0, self.nbytes - offset)], (self.start or 0) + offset)
 
 
 @contextmanager
 def open_single_file(store: Store, name: str) -> Iterator[SingleFile]:
-    """Open a regular file, and close it at the end of the block."""
+    """Open a regular file. Close it at the end of the block."""
     entry, files = _hold(store, name)
     with closing(files):
         yield SingleFile(store, name, entry.nbytes, entry.version, files)
 
 
-def read_file(store: Store, name: str, what: str, *readers: FileReader) -> Found:
-    """Find the checkpoint that a file of a directory is, which should be `what` one of the readers reads."""
+def read_file(store: Store, name: str, kind: str, *readers: FileReader) -> Found:
+    """Find the checkpoint in a file of a directory by one of the readers. `kind` names their format in errors."""
     with open_single_file(store, name) as file:
         first = file.read(0, FIRST_BYTES)
         for read in readers:
             if found := read(file, first):
                 return found
-        raise FormatError(f"{file.path} is not {what}: it begins with {first!r}")
+        raise FormatError(f"{file.path} is not {kind}: it begins with {first!r}")
 
 
 def _hold(store: Store, name: str) -> tuple[Entry, Files]:
-    """Open a file; if another takes its place meanwhile, that one."""
+    """Open a file at its current version. If another file takes its name meanwhile, open that."""
     attempts = 0
     while True:
         _, entry = store.read(name, 0, 0)
@@ -97,9 +97,9 @@ def _hold(store: Store, name: str) -> tuple[Entry, Files]:
 
 
 class Window:
-    """Bytes of a file, indexed as if they were in memory. A long slice is a window too, and is not read yet.
+    """Bytes of a file, indexed as if they were in memory. A long slice is a window as well, and is not read yet.
 
-    A mapped file would end the process if another program cut it short; a window only comes to its end early.
+    A mapped file would end the process if another program cut it short. A window merely ends early.
     """
 
     def __init__(self, file: SingleFile) -> None:
@@ -111,7 +111,7 @@ class Window:
 
     def __bytes__(self) -> bytes:
         if len(self) > _MAX_PLAIN_VALUE:
-            raise FormatError(f"a plain value of {len(self)} bytes; at most {_MAX_PLAIN_VALUE} are read")
+            raise FormatError(f"a plain value of {len(self)} bytes, expected at most {_MAX_PLAIN_VALUE}")
         return self._file.read(0, len(self))
 
     def __getitem__(self, at: int | slice) -> Any:
@@ -132,10 +132,11 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class ArrayInFile:
-    """An array in the file: its bytes lie at `offset`, or are the content of a `virtual_file` made of parts of it.
+    """An array in the file. Its bytes lie at `offset`, or are the contents of a `virtual_file` made from the file.
 
-    `is_encoded` marks a virtual file that has to be decoded as a whole. `key` names the generator of a PRNG key,
-    `library` whose arrays it is one of.
+    is_encoded  marks a virtual file that has to be decoded as a whole
+    key         the name of the generator, for a PRNG key
+    library     the library whose array it becomes
     """
 
     dtype: str
@@ -158,9 +159,9 @@ def describe_file(
     metadata: Mapping[str, Any] | None = None,
     foreign: Foreign | None = None,
 ) -> Found:
-    """Describe the checkpoint that a file is. `structure`, `values` and `metadata` are JSON, `foreign` all the rest.
+    """Describe the checkpoint in a file. `structure`, `values` and `metadata` are JSON; `foreign` has further facts.
 
-    A leaf that makes no sense raises a FormatError that names the file.
+    An invalid leaf raises a FormatError that names the file.
     """
     virtual: list[VirtualFile] = []
     entries = {}
@@ -188,7 +189,7 @@ def describe_file(
 
 
 def describe_array(array: ArrayInFile, file_number: int) -> LeafEntry:
-    """Describe an array whose bytes are in the file of this number: 0, or that of its virtual file."""
+    """Describe an array whose bytes are in the file of this number: 0, or the number of its virtual file."""
     coding = Coding("", array.shape) if array.is_encoded else None  # so that it is read as a whole
     extent = Extent(file_number, array.offset, array.nbytes, "", None, coding)
     return LeafEntry(array.dtype, array.shape, (extent,), home=array.library, key=array.key)

@@ -1,6 +1,7 @@
 """Single files of other programs, recognised by their first bytes and not by their names.
 
-Common formats that eformer does not read are named, by their first bytes or by their names, with what to do.
+Common formats that eformer does not read are recognised by their first bytes or their names; the error says how to
+convert them.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ FILE_READERS: tuple[FileReader, ...] = (
     flax.in_msgpack,
 )
 FORMATS = (flax.FORMAT, npy.FORMAT, npy.EQUINOX, torch.FORMAT, gguf.FORMAT, keras_files.FORMAT)
-# The usual ones, for hints.
+# The usual suffixes, for hints.
 SUFFIXES = (".msgpack", ".npz", ".eqx", ".pt", ".pth", ".bin", ".gguf", ".h5", ".keras")
 
 _PICKLE = 0x80  # the first byte of protocol 2 and above; in msgpack, an empty dict
 _IS_PICKLE = (
-    "a pickle, which eformer never runs; of PyTorch, only what torch.save writes is read. Load it with the program "
-    "that wrote it, and write its arrays with numpy.savez"
+    "a pickle, which eformer never runs; of pickles by PyTorch, only files of torch.save are read. Load it with the "
+    "program that wrote it, and write its arrays with numpy.savez"
 )
 _UNPACK = "unpack it first"
 _TABLE = "a table, not a tree of arrays"
@@ -58,7 +59,7 @@ _BEGINNINGS = {
     b"\x28\xb5\x2f\xfd": f"compressed by zstd; {_UNPACK}",
     b"\xfd7zXZ": f"compressed by xz; {_UNPACK}",
     b"BZh": f"compressed by bzip2; {_UNPACK}",
-    b"version h": "a pointer of Git LFS, without the file itself: fetch it with git lfs pull",
+    b"version h": "a pointer of Git LFS, not the file itself: fetch the file with git lfs pull",
     b"<!DOCTYPE": "a web page: the download went wrong",
     b"<!doctype": "a web page: the download went wrong",
     b"<html": "a web page: the download went wrong",
@@ -79,7 +80,7 @@ _SUFFIXES = {
     ".mlmodel": "a model of Core ML; convert the model that it was made from",
     ".tfrecord": "records of TensorFlow, which are data and not a model",
     ".tar": f"an archive; {_UNPACK}",
-    ".ckpt": "a .ckpt file that is not of PyTorch; those of TensorFlow are not read",
+    ".ckpt": f"a .ckpt file that is not by PyTorch; if it is by TensorFlow, {_TENSORFLOW}",
     ".pb": f"a graph of TensorFlow; {_TENSORFLOW}",
 }
 _TFLITE = b"TFL3"  # from byte 4 on
@@ -89,8 +90,8 @@ _DATA = re.compile(r"(.*)\.data-\d{5}-of-\d{5}")
 _MODELS = ("saved_model.pb", "saved_model.pbtxt")
 
 
-def in_file(store: Store, name: str) -> Found | None:
-    """Find the checkpoint that a file is; return None for safetensors, known by name or by the first bytes."""
+def in_other_file(store: Store, name: str) -> Found | None:
+    """Find the checkpoint in a file. Return None for safetensors, recognised by its name or its first bytes."""
     if name == MANIFEST or name.endswith((SUFFIX, INDEX_SUFFIX)):
         return None
     with open_single_file(*resolved(store, name)) as file:  # the caller's path may be a link
@@ -111,8 +112,9 @@ def in_file(store: Store, name: str) -> Found | None:
 
 
 def _with_configuration(found: Found, store: Store) -> Found:
-    """Let a model of PyTorch be quantised by the configuration in `store`, where the caller's path is, or beside the
-    file. In a cache of Hugging Face it is beside the link. Files of other formats may be by eformer, as stored."""
+    """Let the configuration beside a model of PyTorch declare it as quantised. Look in `store`, the directory of the
+    caller's path, and beside the file: in a cache of Hugging Face the configuration lies beside the link. Files of
+    other formats need none, and may be by eformer."""
     if found.manifest.format != torch.FORMAT:
         return found
     quantized = partial(quantization_of, store, also=[found.store])
@@ -134,8 +136,8 @@ def _is_safetensors(first: bytes, file_nbytes: int) -> bool:
 
 
 def _name_other_format(file: SingleFile, name: str, first: bytes) -> str | None:
-    """Name a format that eformer does not read, by the caller's `name` of a file of TensorFlow or by the first bytes;
-    return None for others."""
+    """Name a format that eformer does not read, by the first bytes or by the file names of TensorFlow. Return None for
+    other files. `name` is the caller's name of the file."""
     if _DATA.fullmatch(name) or name.endswith(".index"):
         return f"a part of a TensorFlow checkpoint; {_TENSORFLOW}"
     if name in _MODELS:
@@ -146,11 +148,11 @@ def _name_other_format(file: SingleFile, name: str, first: bytes) -> str | None:
         return _IS_PICKLE
     if first[4:8] == _TFLITE:
         return _SUFFIXES[".tflite"]
-    return next((what for start, what in _BEGINNINGS.items() if first.startswith(start)), None)
+    return next((kind for start, kind in _BEGINNINGS.items() if first.startswith(start)), None)
 
 
 def name_tensorflow(name: str, there: Collection[str]) -> str | None:
-    """Name the TensorFlow checkpoint whose files begin with a name that is not a file itself."""
+    """Describe the TensorFlow checkpoint whose file names begin with `name`; None if `name` stands for none."""
     if f"{name}.index" not in there:
         return None
     return f"the files {name}.* are a TensorFlow checkpoint, which eformer does not read; {_TENSORFLOW}"
@@ -161,9 +163,9 @@ def refuse_tensorflow(place: Place) -> None:
     names = set(place.names)
     data = [match[1] for name in names if (match := _DATA.fullmatch(name))]
     if any(f"{prefix}.index" in names for prefix in data):
-        what = "a TensorFlow checkpoint"
+        kind = "a TensorFlow checkpoint"
     elif names & set(_MODELS):
-        what = "a SavedModel of TensorFlow"
+        kind = "a SavedModel of TensorFlow"
     else:
         return
-    raise FormatError(f"{place.store.url} holds {what}, which eformer does not read; {_TENSORFLOW}")
+    raise FormatError(f"{place.store.url} holds {kind}, which eformer does not read; {_TENSORFLOW}")

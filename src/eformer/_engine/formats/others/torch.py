@@ -1,7 +1,7 @@
 """Files of `torch.save`: a zip archive, or before PyTorch 1.6 a stream, with a pickle and the storages of its tensors.
 
-The pickle is read as data, so nothing in it is executed, and PyTorch is not needed. Models of Hugging Face are such
-a file, `pytorch_model.bin`, or shards with an index.
+The pickle is read as data, so nothing in it is executed, and PyTorch is not needed. A model of Hugging Face is one such
+file, `pytorch_model.bin`, or several shards with an index.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from eformer._engine.formats.left_out import left_out
 from eformer._engine.formats.nested_names import nest, split_spelled, tree_of_paths
 from eformer._engine.formats.others.flax import flatten_message
 from eformer._engine.formats.others.single_file import ArrayInFile, SingleFile, describe_file, read_file
-from eformer._engine.formats.others.torch_pickles import OtherTensor, Pickled, Storage, Tensor, unpickle
+from eformer._engine.formats.others.torch_pickles import OtherTensor, Pickled, Storage, TorchTensor, unpickle
 from eformer._engine.formats.others.zip_members import IS_ENCRYPTED, Span, find_damages, locate_members
-from eformer._engine.formats.pickles import Object
+from eformer._engine.formats.pickles import PickledObject
 from eformer._engine.formats.quantized import quantization_of
 from eformer._engine.formats.safetensors.read import weight_map
 from eformer._engine.record.dtypes import dtype_from_name
@@ -44,10 +44,10 @@ FORMAT = "PyTorch"
 
 _PICKLE = "/data.pkl"
 _USUAL_PICKLE, _MAX_PICKLE = 2**20, 2**28  # bytes
-_MAX_EXPANSION = 1040  # as of compressed files: views may use elements again
+_MAX_EXPANSION = 1040  # views may use elements several times; this is also the limit for compressed files
 _PROTOCOL = 1001
 _MAGIC = 0x1950A86A20F9469CFC6C  # the first value of a stream
-_STREAM = re.compile(  # the pickle of that number, of any protocol
+_STREAM = re.compile(  # the pickle of `_MAGIC`, of any protocol
     rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\x0a" + re.escape(_MAGIC.to_bytes(10, "little")), re.DOTALL
 )
 _STREAM_NBYTES = 23
@@ -55,7 +55,7 @@ _STREAM_NBYTES = 23
 _MEMBERS = (
     "data.pkl", "version", "byteorder", ".data/serialization_id", ".format_version", ".storage_alignment",
 )  # fmt: skip
-# Also of archives of something else, or of unfinished ones.
+# Members of other archives of PyTorch and of unfinished archives as well.
 _MARKS = ("/byteorder", "/.data/serialization_id")
 
 MODEL = "pytorch_model.bin"
@@ -63,7 +63,7 @@ INDEX = f"{MODEL}.index.json"
 
 
 def in_archive(file: SingleFile, first: bytes) -> Found | None:
-    """Find the tree of a zip archive that has a pickle of PyTorch in it."""
+    """Find the tree of a zip archive that contains a pickle of PyTorch."""
     if not first.startswith(b"PK\x03\x04"):
         return None
     opened = open_archive(file)
@@ -71,7 +71,7 @@ def in_archive(file: SingleFile, first: bytes) -> Found | None:
 
 
 class Archive(Struct, frozen=True):
-    """What an archive holds: the value of its pickle, storages by key, and the names of members that are neither."""
+    """The contents of an archive: the value of its pickle, the storages by key, and the names of other members."""
 
     tree: Any
     places: dict[str, Span]
@@ -79,7 +79,7 @@ class Archive(Struct, frozen=True):
 
 
 def open_archive(file: SingleFile) -> Archive | None:
-    """Read the pickle of an archive, and where its storages are; None if it is not an archive of PyTorch."""
+    """Read the pickle of an archive, and locate its storages. Return None if it is not an archive of PyTorch."""
     members = {info.filename: (info, offset) for info, offset in locate_members(file)}
     pickles = [name for name in members if name.endswith(_PICKLE)]
     if not pickles and any(name.endswith(_MARKS) for name in members):
@@ -116,17 +116,20 @@ def is_stream(file: SingleFile) -> bool:
 
 
 def in_stream(file: SingleFile, first: bytes) -> Found | None:
-    """Find the tree of a file that PyTorch wrote before version 1.6: several pickles, then the storages."""
+    """Find the tree of a file by PyTorch before version 1.6: several pickles, then the storages."""
     if not first.startswith(b"\x80") or not is_stream(file):
         return None
     at = 0
     pickles: list[Pickled] = []
-    for _ in range(5):  # a number, a version, facts of the machine, the tree, and the keys of its storages
+    # A magic number, a version, facts of the machine, the tree, and the keys of its storages.
+    for _ in range(5):
         pickles.append(_unpickle(file, at, file.nbytes - at))
         at += pickles[-1].nbytes
     magic, protocol, facts, tree, keys = (pickled.value for pickled in pickles)
     if magic != _MAGIC or protocol != _PROTOCOL or not isinstance(facts, dict) or not isinstance(keys, list):
-        raise FormatError(f"{file.path} begins like a stream of PyTorch, but makes no sense")
+        raise FormatError(
+            f"{file.path} begins like a stream of PyTorch, but does not continue as one; restore it from a copy"
+        )
     if facts.get("little_endian") is not True:
         raise FormatError(f"{file.path} was written on a big-endian machine, which is not supported")
     places, end = _places_in_stream(file, at, keys, pickles[3].storages)
@@ -142,14 +145,15 @@ def in_stream(file: SingleFile, first: bytes) -> Found | None:
 def _places_in_stream(
     file: SingleFile, at: int, keys: list[Any], storages: Mapping[str, Storage]
 ) -> tuple[dict[str, Span], int]:
-    """Return where the storages are, and where the last one ends."""
+    """Return the place of each storage, and the end of the last storage."""
     places = {}
     for key in keys:
         size = file.read(at, 8)
         storage = storages.get(key) if isinstance(key, str) else None
         if len(size) < 8 or storage is None or storage.size != struct.unpack("<q", size)[0]:
             raise FormatError(
-                f"{file.path}: the storage {str(key)[:40]!r} is missing, or not as long as its tensors say"
+                f"{file.path}: the storage {str(key)[:40]!r} is missing, or has another length than its tensors need; "
+                "restore the file from a copy"
             )
         places[key] = Span(at + 8, storage.nbytes)
         at += 8 + storage.nbytes
@@ -157,7 +161,8 @@ def _places_in_stream(
 
 
 def _unpickle(file: SingleFile, offset: int, nbytes: int) -> Pickled:
-    """Read the pickle at an offset. In a stream its length is not known, and most are short."""
+    """Read the pickle at an offset. A stream does not have its length, and most pickles are short: try the usual
+    length first."""
     if nbytes > _USUAL_PICKLE:
         with suppress(FormatError):
             return unpickle(file.read(offset, _USUAL_PICKLE))
@@ -179,19 +184,20 @@ def _require_little_endian(file: SingleFile, place: Span | None) -> None:
 def _describe(file: SingleFile, tree: Any, places: Mapping[str, Span], unknown: Sequence[str]) -> Found:
     """Describe the tensors and plain values of a pickle.
 
-    Objects of other classes are left out, and so are `unknown` parts of the file; tensors of other kinds are refused.
+    Objects of other classes and `unknown` parts of the file are listed as left out. Tensors of kinds that eformer does
+    not store are refused.
     """
     objects: dict[str, Any] = {}
     nested = without_objects(tree, objects)
     refused = {name: found.kind for name, found in objects.items() if isinstance(found, OtherTensor)}
     if nested is _LEFT_OUT:
-        what = refused.get(BARE_LEAF) or f"an object of the class {describe_object(objects[BARE_LEAF])}"
+        held = refused.get(BARE_LEAF) or f"an object of the class {describe_object(objects[BARE_LEAF])}"
         raise FormatError(
-            f"{file.path} holds {what}, which eformer does not make; save its state_dict() instead, or to_dense() or "
+            f"{file.path} holds {held}, which eformer does not make; save its state_dict() instead, or to_dense() or "
             "dequantize() of a tensor"
         )
     structure, leaves = flatten_message(nested)
-    tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
+    tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, TorchTensor)}
     _require_bounded(file, tensors)
     arrays = _arrays(file, tensors, places)
     users = {tensor.storage.key: name for name, tensor in reversed(tensors.items())}
@@ -212,11 +218,11 @@ def _describe(file: SingleFile, tree: Any, places: Mapping[str, Span], unknown: 
     )
 
 
-def without_objects(node: Any, objects: dict[str, Any], name: str = "", *, tensor: type = Tensor) -> Any:
-    """Return the tree without objects and other tensors, which are noted by name, and with nested dicts for the dotted
-    names of tensors. `tensor` is the class of these.
+def without_objects(node: Any, objects: dict[str, Any], name: str = "", *, tensor: type = TorchTensor) -> Any:
+    """Return the tree without objects and unknown tensors, which are added to `objects` by name, and with nested dicts
+    for the dotted names of tensors. `tensor` is the class of known tensors.
 
-    An object in a dict leaves no trace; in a list it is None.
+    An object in a dict is left out; in a list it becomes None.
     """
 
     def inner(child: Any, key: Any) -> Any:
@@ -239,16 +245,18 @@ _LEFT_OUT = object()
 
 
 def describe_object(found: Any) -> str:
-    """Say what is left out."""
-    return str(found.made_by) if isinstance(found, Object) else type(found).__name__
+    """Name the class of an object that is left out."""
+    return str(found.made_by) if isinstance(found, PickledObject) else type(found).__name__
 
 
 def _is_plain(node: Any) -> bool:
-    return not isinstance(node, (Object, OtherTensor, Storage, Tensor)) and is_recorded(value_to_json(node))
+    return not isinstance(node, (PickledObject, OtherTensor, Storage, TorchTensor)) and is_recorded(
+        value_to_json(node)
+    )
 
 
 def _split_names(tensors: dict[Any, Any]) -> dict[Any, Any]:
-    """Return nested dicts of a state dict, whose names are paths, as safetensors files of the model have it."""
+    """Return a state dict as nested dicts, split at the dots of its names, as for safetensors files of the model."""
     if not all(type(name) is str and all(name.split(".")) for name in tensors):
         return tensors
     try:
@@ -257,19 +265,19 @@ def _split_names(tensors: dict[Any, Any]) -> dict[Any, Any]:
         return tensors
 
 
-def _require_bounded(file: SingleFile, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse views that make far more of the file than it has."""
+def _require_bounded(file: SingleFile, tensors: Mapping[str, TorchTensor]) -> None:
+    """Refuse tensors that together are far larger than the file: views of a few elements could fill the memory."""
     total = sum(tensor.nbytes for tensor in tensors.values())
     if total > file.nbytes * _MAX_EXPANSION:
         raise FormatError(
-            f"{file.path} has {file.nbytes} bytes, of which its tensors would make {total} by using them again"
+            f"{file.path} has {file.nbytes} bytes, but its tensors use them again and again, for {total} bytes"
         )
 
 
 def _arrays(
-    file: SingleFile, tensors: Mapping[str, Tensor], places: Mapping[str, Span]
+    file: SingleFile, tensors: Mapping[str, TorchTensor], places: Mapping[str, Span]
 ) -> dict[str, ArrayInFile]:
-    """Describe the arrays. A tensor with other strides, or elements that another one has too, is a virtual file."""
+    """Describe the arrays. A tensor with unusual strides, or that shares elements, becomes a virtual file."""
     starts = {name: start_of(file, name, tensor, places) for name, tensor in tensors.items()}
     plain, end = set(), 0
     for name in sorted(tensors, key=lambda name: starts[name]):
@@ -286,13 +294,15 @@ def _arrays(
     return arrays
 
 
-def start_of(file: SingleFile, name: str, tensor: Tensor, places: Mapping[str, Span]) -> int:
-    """Return the offset of a tensor's first element in the file; 0 if it has none."""
+def start_of(file: SingleFile, name: str, tensor: TorchTensor, places: Mapping[str, Span]) -> int:
+    """Return the offset of a tensor's first element in the file; 0 for a tensor without elements."""
     if not tensor.size:
         return 0
     place = places.get(tensor.storage.key)
     if place is None or place.nbytes != tensor.storage.nbytes:
-        found = "is missing" if place is None else f"has {place.nbytes} bytes, not {tensor.storage.nbytes}"
+        found = (
+            "is missing" if place is None else f"has {place.nbytes} bytes, expected {tensor.storage.nbytes}"
+        )
         raise FormatError(
             f"{file.path}: leaf {name[:200]!r}: its storage {tensor.storage.key[:40]!r} {found}"
         )
@@ -300,11 +310,11 @@ def start_of(file: SingleFile, name: str, tensor: Tensor, places: Mapping[str, S
 
 
 class TensorView(Struct, frozen=True):
-    """The elements of a tensor by rows, whatever its strides are. Read as a whole each time."""
+    """The elements of a tensor by rows, whatever its strides are. Every read makes the whole tensor."""
 
     name: str
     start: int
-    tensor: Tensor
+    tensor: TorchTensor
 
     @property
     def nbytes(self) -> int:
@@ -316,7 +326,7 @@ class TensorView(Struct, frozen=True):
         if read(memoryview(data), self.start) < len(data):
             raise CorruptionError(f"{self.name!r} was cut short")
         strides = [stride * tensor.itemsize for stride in tensor.strides]
-        # as_strided finds dtypes by their letters, and those of float8_e5m2 mean no dtype of numpy.
+        # Not as_strided: it finds a dtype by its letters, and numpy has no dtype for the letters of float8_e5m2.
         view: np.ndarray[Any, Any]
         view = np.ndarray(tensor.shape, dtype_from_name(tensor.dtype), data, strides=strides)
         view = np.conjugate(view) if tensor.is_conjugated else view
@@ -329,8 +339,8 @@ class TensorView(Struct, frozen=True):
 # ---------------------------------------------------------------------------- models of Hugging Face
 
 
-def by_files(place: Place) -> Found | None:
-    """Find the model of a directory that has one in files of PyTorch."""
+def by_model_files(place: Place) -> Found | None:
+    """Find the model of a directory in files of PyTorch."""
     store = place.store
     if INDEX in place.names:
         return _in_shards(store, place.names)
@@ -350,14 +360,14 @@ def _open_shard(store: Store, name: str) -> Found:
 
 
 def _in_shards(store: Store, there: Sequence[str]) -> Found:
-    """Join the shards that an index lists. Each tensor is in the file that the index says, and in no other."""
-    weights, version = weight_map(store, INDEX, "a model")
+    """Join the shards that an index lists. Each tensor must be in the file that the index names, and in no other."""
+    weights, version = weight_map(store, INDEX)
     where = store.path_to(INDEX)
     names = sorted(set(weights.values()))
     if not names:
         raise FormatError(f"{where} lists no tensors")
     if lost := set(names) - set(there):
-        raise CorruptionError(f"{where} names files that are missing: {few(sorted(lost))}")
+        raise CorruptionError(f"{where} names files that are missing: {few(sorted(lost))}; copy them there")
     shards = [_open_shard(store, name) for name in names]
     _require_listed(where, weights, names, shards)
     versions = {INDEX: version}
@@ -384,7 +394,7 @@ def _require_listed(
 
 
 def _joined_trees(trees: Sequence[TreeEntry]) -> TreeEntry:
-    """Return one tree of the leaves and files of all."""
+    """Return one tree with the leaves and files of all trees."""
     leaves: dict[str, LeafEntry] = {}
     files: list[Any] = []
     for tree in trees:

@@ -20,8 +20,8 @@ from eformer._engine.formats.others.torch import (
     start_of,
     without_objects,
 )
-from eformer._engine.formats.others.torch_pickles import Tensor, unpickle
-from eformer._engine.formats.pickles import Object, PickledDict
+from eformer._engine.formats.others.torch_pickles import TorchTensor, unpickle
+from eformer._engine.formats.pickles import PickledDict, PickledObject
 from eformer._engine.formats.quantized import quantization_of
 from eformer._engine.record.manifest import (
     Coding,
@@ -49,7 +49,7 @@ _Counts = tuple[int, ...]
 
 
 class _Stored(Struct, frozen=True):
-    """Where an item is: an archive of its own, inside of a file."""
+    """The place of an item: an archive of its own inside a file."""
 
     file: str
     offset: int
@@ -57,7 +57,7 @@ class _Stored(Struct, frozen=True):
 
 
 class _Tensor(Struct, frozen=True):
-    """A tensor, and the boxes of it that were saved: where each begins, and its shape."""
+    """A tensor and its saved boxes, each as the offsets where it begins and its shape."""
 
     name: str
     shape: _Counts
@@ -78,12 +78,12 @@ def by_metadata(place: Place) -> Found | None:
     with locating(store.path_to(METADATA)):
         items, paths, stored = _parse(data)
         if lost := {where.file for where in stored.values()} - set(place.names):
-            raise CorruptionError(f"it names files that are missing: {few(sorted(lost))}")
+            raise CorruptionError(f"it names files that are missing: {few(sorted(lost))}; copy them there")
         return _describe(store, items, paths, stored, {METADATA: entry.version})
 
 
 def refuse_unfinished(place: Place) -> None:
-    """Refuse a directory in which `torch.distributed.checkpoint` has not written its last file."""
+    """Refuse a directory without the file that `torch.distributed.checkpoint` writes last."""
     if METADATA not in place.names and any(name.endswith(SUFFIX) for name in place.names):
         raise CorruptionError(
             f"{place.store.url} has files of torch.distributed.checkpoint, but no {METADATA}, which is written last: "
@@ -95,7 +95,7 @@ def refuse_unfinished(place: Place) -> None:
 
 
 def _parse(data: bytes) -> tuple[list[_Tensor | _Value], dict[str, Any], dict[Any, _Stored]]:
-    """Return the items, the paths of their names in the tree, and where their chunks are stored."""
+    """Return the items, the paths of their names in the tree, and the places of their chunks."""
     fields = _fields_of(unpickle(data).value, "Metadata")
     items = [_item(name, item) for name, item in _pairs(fields.get("state_dict_metadata"))]
     paths = _dict(fields.get("planner_data") or PickledDict())
@@ -105,7 +105,7 @@ def _parse(data: bytes) -> tuple[list[_Tensor | _Value], dict[str, Any], dict[An
         info = _fields_of(found, "_StorageInfo")
         if info.get("transform_descriptors"):
             raise FormatError(
-                f"{at.get('fqn')!r:.200} is compressed or otherwise changed, which is not supported"
+                f"{at.get('fqn')!r:.200} is compressed or otherwise transformed, which is not supported"
             )
         where = _Stored(
             _text(info.get("relative_path")), _count(info.get("offset")), _count(info.get("length"))
@@ -116,7 +116,7 @@ def _parse(data: bytes) -> tuple[list[_Tensor | _Value], dict[str, Any], dict[An
 
 
 def _item(name: Any, item: Any) -> _Tensor | _Value:
-    if isinstance(item, Object) and item.made_by.name == "BytesStorageMetadata":
+    if isinstance(item, PickledObject) and item.made_by.name == "BytesStorageMetadata":
         return _Value(_text(name))
     fields = _fields_of(item, "TensorStorageMetadata")
     chunks = [_fields_of(chunk, "ChunkStorageMetadata") for chunk in fields.get("chunks") or ()]
@@ -125,9 +125,9 @@ def _item(name: Any, item: Any) -> _Tensor | _Value:
 
 
 def _fields_of(found: Any, name: str) -> dict[Any, Any]:
-    """Return the fields of an object of a class of PyTorch, as its state has them."""
-    if not isinstance(found, Object) or found.made_by.name != name:
-        raise FormatError(f"no {name} of PyTorch where one should be")
+    """Return the fields of an object of this class of PyTorch, from its state."""
+    if not isinstance(found, PickledObject) or found.made_by.name != name:
+        raise FormatError(f"expected a {name} of PyTorch, found {_described(found)}")
     return _dict(found.state)
 
 
@@ -135,32 +135,36 @@ def _dict(found: Any) -> dict[Any, Any]:
     try:
         return dict(_pairs(found))
     except TypeError as error:  # a key is a list, or another dict
-        raise FormatError("a dict with keys that cannot be such") from error
+        raise FormatError("a dict has keys that no dict can have") from error
 
 
 def _pairs(found: Any) -> list[tuple[Any, Any]]:
     if isinstance(found, dict):
         return list(found.items())
     if type(found) is not PickledDict or len(found) % 2:
-        raise FormatError("no dict where one should be")
+        raise FormatError(f"expected a dict, found {_described(found)}")
     return list(zip(found[::2], found[1::2], strict=True))
+
+
+def _described(found: Any) -> str:
+    return str(found)[:40] if type(found) is int else f"a value of the class {describe_object(found)[:80]}"
 
 
 def _text(found: Any) -> str:
     if type(found) is not str:
-        raise FormatError("no text where one should be")
+        raise FormatError(f"expected a text, found {_described(found)}")
     return found
 
 
 def _count(found: Any) -> int:
     if type(found) is not int or not 0 <= found < 2**62:
-        raise FormatError("no number of bytes or elements where one should be")
+        raise FormatError(f"expected a number of bytes or elements, found {_described(found)}")
     return found
 
 
 def _counts(found: Any) -> _Counts:
     if type(found) is not tuple:
-        raise FormatError("no shape where one should be")
+        raise FormatError(f"expected a shape, found {_described(found)}")
     return tuple(map(_count, found))
 
 
@@ -206,16 +210,16 @@ def _describe(
 
 
 def _paths(items: Sequence[_Tensor | _Value], paths: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield the items with their paths in the tree that was saved."""
+    """Yield the items with their paths in the saved tree."""
     for item in items:
         path = paths.get(item.name, (item.name,))
         if type(path) is not tuple or not path or not all(type(key) in (str, int) for key in path):
-            raise FormatError(f"{item.name[:200]!r} has a path that makes no sense")
+            raise FormatError(f"{item.name[:200]!r} has an invalid path")
         yield path, item
 
 
 class _Reader:
-    """Reads the archives of chunks, which say where the elements are."""
+    """A reader of the archives of chunks, which locate the elements."""
 
     def __init__(
         self, files: Mapping[str, SingleFile], names: Sequence[str], stored: Mapping[Any, _Stored]
@@ -235,29 +239,29 @@ class _Reader:
         return LeafEntry(dtypes.pop(), item.shape, tuple(e for _, e in found if e), home="jax")
 
     def extent(self, item: _Tensor, start: _Counts, shape: _Counts) -> tuple[str, Extent | None]:
-        """Return the dtype of a chunk, and where it is; None if it has no elements."""
+        """Return the dtype and the extent of a chunk. A chunk without elements has no extent."""
         number, part, tensor, places = self.open(item.name, start)
-        if not isinstance(tensor, Tensor) or tensor.shape != shape or len(start) != len(item.shape):
+        if not isinstance(tensor, TorchTensor) or tensor.shape != shape or len(start) != len(item.shape):
             raise FormatError(
                 f"leaf {item.name[:200]!r}: the chunk at {list(start)} is not a tensor {list(shape)}"
             )
         if not tensor.nbytes:
             return tensor.dtype, None
         stop = tuple(a + b for a, b in zip(start, shape, strict=True))
-        region = None if shape == item.shape else (start, stop)
+        box = None if shape == item.shape else (start, stop)
         offset = (part.start or 0) + start_of(part, item.name, tensor, places)
         if tensor.is_by_rows:
-            return tensor.dtype, Extent(number, offset, tensor.nbytes, "", region)
+            return tensor.dtype, Extent(number, offset, tensor.nbytes, "", box)
         self.virtual.append((number, TensorView(f"{item.name}-{len(self.virtual)}", offset, tensor)))
         last = len(self.names) + len(self.virtual) - 1
-        return tensor.dtype, Extent(last, 0, tensor.nbytes, "", region, Coding("", shape))
+        return tensor.dtype, Extent(last, 0, tensor.nbytes, "", box, Coding("", shape))
 
     def value(self, item: _Tensor | _Value) -> Any:
-        """Return a value as it was saved; a tensor is described later."""
+        """Return a saved value. A tensor is returned as its item, and described later."""
         return item if isinstance(item, _Tensor) else self.open(item.name, None)[2]
 
     def unused(self) -> Iterator[str]:
-        """List what the files hold beyond the items: archives that no item names, and bytes of no archive."""
+        """List the contents of the files beyond the items: archives that no item names, and bytes of no archive."""
         yield from self.unknown
         for fqn, start in self.stored.keys() - self.used:
             yield f"{fqn} at {start} (no item names it)"
@@ -269,7 +273,9 @@ class _Reader:
     def open(self, name: str, start: _Counts | None) -> tuple[int, SingleFile, Any, Any]:
         where = self.stored.get((name, start))
         if where is None:
-            raise FormatError(f"leaf {name[:200]!r}: it is not said where the chunk at {start} is")
+            raise FormatError(
+                f"leaf {name[:200]!r}: {METADATA} does not have the place of the chunk at {start}"
+            )
         file = self.files[where.file]
         if where.offset + where.nbytes > file.nbytes:
             raise FormatError(f"leaf {name[:200]!r}: {file.path} ends before the chunk at {start}")

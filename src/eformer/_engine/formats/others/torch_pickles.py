@@ -1,6 +1,6 @@
 """Read the pickles of PyTorch as data: containers, plain values and tensors, which name the storages of their elements.
 
-Nothing is imported or called. What is none of these stays an `Object`, and is left out of the tree.
+Nothing is imported or called. Any other value stays an `PickledObject`, and is left out of the tree.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from eformer._engine.formats.pickles import (
     Actions,
     Global,
     Machine,
-    Object,
     PickledDict,
     PickledFrozenSet,
+    PickledObject,
     PickledSet,
     refuse,
     run,
@@ -43,13 +43,13 @@ _OF_STORAGES = {
     "ComplexDoubleStorage": "complex128", "UntypedStorage": "uint8",
 }  # fmt: skip
 
-_MOST_NODES, _MOST_EXPANSION = 200_000, 4  # of the tree: so many, and more for each byte of the pickle
+_MOST_NODES, _MOST_EXPANSION = 200_000, 4  # nodes of the tree, and further nodes for each byte of the pickle
 
 
 class Storage(Struct, frozen=True):
-    """Elements that lie outside of the pickle under a key; of the dtype that tensors of it have, unless they say more.
+    """Elements that lie outside the pickle under a key. Its tensors have its dtype, unless they name another.
 
-    `kind` is the name of the class. A storage of an unknown kind has no dtype.
+    `kind` is the name of its class. A storage of an unknown kind has no dtype.
     """
 
     key: str
@@ -65,10 +65,10 @@ class Storage(Struct, frozen=True):
         return self.size * dtype_from_name(self.dtype).itemsize if self.dtype else 0
 
 
-class Tensor(Struct, frozen=True):
-    """A view of a storage; offset and strides count elements of `dtype`.
+class TorchTensor(Struct, frozen=True):
+    """A view of a storage. Offset and strides count elements of `dtype`.
 
-    `is_conjugated` and `is_negated` mark views whose elements are stored as they were before `conj()` or negation.
+    `is_conjugated` and `is_negated` mark views whose elements are stored as before `conj()` or negation.
     """
 
     storage: Storage
@@ -105,14 +105,14 @@ class Tensor(Struct, frozen=True):
 
     @property
     def extent(self) -> int:
-        """Return the number of elements of the storage from the first to the last one that is used."""
+        """Return the number of elements of the storage from the first to the last that the tensor uses."""
         if not self.size:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
 
 class OtherTensor(Struct, frozen=True):
-    """A tensor of a kind that eformer does not store, such as a quantised or a sparse one."""
+    """A tensor of a kind that eformer does not store, such as quantised or sparse."""
 
     kind: str
 
@@ -125,34 +125,37 @@ class _Machine(Machine):
         return _called(made_by, arguments)
 
     def persistent(self, found: Any) -> Any:
-        """Return the storage of an id; what else lies outside, such as the source of a module, stays an object."""
+        """Return the storage of a persistent id. For other ids, such as the source of a module, return an object."""
         if type(found) is not tuple or len(found) < 5 or found[0] != "storage":
-            return Object(Global("torch", "persistent id"), ())
+            return PickledObject(Global("torch", "persistent id"), ())
         _, kind, key, _, size, *view = found
         if type(kind) is not Global or type(key) is not str or not _is_count(size):
-            refuse("a storage of a pickle makes no sense")
+            refuse("a storage of a pickle is invalid")
         if view and view[0] is not None:
-            refuse(f"storage {key[:40]!r} is a part of another one, as PyTorch before 0.4 wrote it")
+            refuse(
+                f"storage {key[:40]!r} is a part of another storage, as PyTorch before 0.4 wrote it; save it again "
+                "with a newer PyTorch"
+            )
         return self.storages.setdefault(key, Storage(key, kind.name, size))
 
     def extend(self, kind: type[list[Any]], items: list[Any]) -> None:
-        if type(self.stack[-1]) is not Object:  # what is added to one that is left out is left out, too
+        if type(self.stack[-1]) is not PickledObject:  # the items of an object are left out with the object
             Machine.extend(self, kind, items)
 
     def build(self) -> None:
-        """Ignore the states of containers and parameters, such as the versions of modules; keep those of objects."""
+        """Keep the states of objects. States of containers and parameters, such as versions of modules, are ignored."""
         (state,) = self.pop(1)
-        if type(self.stack[-1]) is Object:
+        if type(self.stack[-1]) is PickledObject:
             self.stack[-1].state = state
 
 
 def _called(made_by: Global, arguments: tuple[Any, ...]) -> Any:
-    """Return what a call stands for."""
+    """Return the value of a call."""
     make = _CALLS.get(str(made_by))
     if make is not None:
         return make(arguments)
     is_tensor = made_by.module.startswith("torch") and made_by.name.startswith("_rebuild_")
-    return OtherTensor(str(made_by)) if is_tensor else Object(made_by, arguments)
+    return OtherTensor(str(made_by)) if is_tensor else PickledObject(made_by, arguments)
 
 
 def _is_count(value: Any) -> bool:
@@ -160,7 +163,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _tensor(arguments: tuple[Any, ...]) -> Any:
-    """Make a tensor of (storage, offset, shape, strides, ..., dtype, marks); the last two may be missing."""
+    """Make a tensor from (storage, offset, shape, strides, ..., dtype, marks). Dtype and marks may be missing."""
     storage, offset, shape, strides = arguments[:4]
     more = arguments[6:]
     named = more[0] if more and type(more[0]) is Global else None
@@ -174,8 +177,8 @@ def _tensor(arguments: tuple[Any, ...]) -> Any:
         return OtherTensor(f"marked as {few([mark[:40] for mark in unknown])}")
     is_shape = type(shape) is tuple and type(strides) is tuple and len(shape) == len(strides) <= MOST_AXES
     if not is_shape or not all(map(_is_count, (offset, *shape, *strides))):
-        refuse("a tensor of a pickle has a shape that makes no sense")
-    found = Tensor(storage, offset, shape, strides, dtype, "conj" in marks, "neg" in marks)
+        refuse("a tensor of a pickle has an invalid shape")
+    found = TorchTensor(storage, offset, shape, strides, dtype, "conj" in marks, "neg" in marks)
     if (offset + found.extent) * found.itemsize > storage.nbytes and found.size:
         refuse(
             f"a tensor {dtype}{list(shape)} ends after element {offset + found.extent} of its storage "
@@ -185,35 +188,35 @@ def _tensor(arguments: tuple[Any, ...]) -> Any:
 
 
 def _marks(more: tuple[Any, ...]) -> set[str]:
-    """Return the names that a tensor is marked by, of a dict of booleans."""
+    """Return the names of a tensor's marks, which a dict of booleans holds."""
     if not more or more[0] is None:
         return set()
     if type(more[0]) is not PickledDict or not all(type(name) is str for name in more[0][::2]):
-        refuse("a tensor of a pickle has marks that make no sense")
+        refuse("a tensor of a pickle has invalid marks")
     return {name for name, is_set in zip(more[0][::2], more[0][1::2], strict=True) if is_set}
 
 
 def _first(arguments: tuple[Any, ...]) -> Any:
-    """Make of a parameter the tensor that it holds."""
+    """Return the tensor of a parameter."""
     return arguments[0]
 
 
 def _subclass(arguments: tuple[Any, ...]) -> Any:
-    """Make the tensor of (function, class, arguments of the function, state)."""
+    """Make the tensor of a subclass from (function, class, arguments of the function, state)."""
     function, _, inner = arguments[:3]
     if type(function) is not Global or type(inner) is not tuple:
-        refuse("a tensor of a pickle is made by something that is not a function")
+        refuse("a tensor of a pickle is made by a value that is not a function")
     if str(function) == _SUBCLASS:
         refuse("a tensor of a pickle is wrapped twice")
     return _called(function, inner)
 
 
 def _dict(arguments: tuple[Any, ...]) -> PickledDict:
-    """Make an empty dict, or that of a list of pairs; the argument of a defaultdict is the class of its values."""
+    """Make a dict from a list of pairs. Without pairs it is empty: a defaultdict has the class of its values there."""
     found = PickledDict()
     for pair in arguments[0] if arguments and type(arguments[0]) is list else ():
         if type(pair) not in (list, tuple) or len(pair) != 2:
-            refuse("a dict of a pickle makes no sense")
+            refuse("a dict of a pickle has an invalid item")
         found.extend(pair)
     return found
 
@@ -222,24 +225,24 @@ def _items(kind: type[list[Any] | tuple[Any, ...]]) -> Callable[[tuple[Any, ...]
     def make(arguments: tuple[Any, ...]) -> Any:
         (items,) = arguments or ((),)
         if type(items) not in (list, tuple):
-            refuse("a collection of a pickle makes no sense")
+            refuse("a collection of a pickle has invalid items")
         return kind(items)
 
     return make
 
 
 def _bytes(arguments: tuple[Any, ...]) -> bytes:
-    """Make the bytes that protocol 2 writes as text."""
+    """Make bytes, which protocol 2 writes as text."""
     text, *more = arguments or ("",)
     if type(text) is not str or more not in ([], ["latin1"]):
-        refuse("the bytes of a pickle make no sense")
+        refuse("the bytes of a pickle are invalid")
     return text.encode("latin-1")
 
 
 def _complex(arguments: tuple[Any, ...]) -> complex:
     real, imaginary = arguments
     if type(real) is not float or type(imaginary) is not float:
-        refuse("a complex number of a pickle makes no sense")
+        refuse("a complex number of a pickle is invalid")
     return complex(real, imaginary)
 
 
@@ -247,7 +250,7 @@ def _device(arguments: tuple[Any, ...]) -> str:
     return ":".join(str(part) for part in arguments if type(part) in (str, int))
 
 
-_BYTEARRAY = Global("builtins", "bytearray")  # which eformer does not store
+_BYTEARRAY = Global("builtins", "bytearray")  # a class that eformer does not store
 _SUBCLASS = "torch._tensor:_rebuild_from_type_v2"
 _CALLS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
     "torch._utils:_rebuild_tensor": _tensor,
@@ -269,9 +272,9 @@ for _module in ("builtins", "__builtin__"):
     _CALLS[f"{_module}:bytes"] = _bytes
     _CALLS[f"{_module}:dict"] = _dict
     _CALLS[f"{_module}:complex"] = _complex
-    _CALLS[f"{_module}:bytearray"] = lambda arguments: Object(_BYTEARRAY, ())
+    _CALLS[f"{_module}:bytearray"] = lambda arguments: PickledObject(_BYTEARRAY, ())
 
-# Those of protocol 2, which PyTorch writes, beside those of protocol 4.
+# The opcodes of protocol 2, which PyTorch writes, and of protocol 4.
 _TORCH: Actions = {
     **ACTIONS,
     "BINPUT": lambda m, index: m.memo.__setitem__(index, m.stack[-1]),
@@ -280,12 +283,12 @@ _TORCH: Actions = {
     "BINPERSID": lambda m, _: m.push(m.persistent(*m.pop(1))),
     "BINSTRING": Machine.push,
     "SHORT_BINSTRING": Machine.push,
-    "BYTEARRAY8": lambda m, _: m.push(Object(_BYTEARRAY, ())),
+    "BYTEARRAY8": lambda m, _: m.push(PickledObject(_BYTEARRAY, ())),
 }
 
 
 class Pickled(Struct, frozen=True):
-    """What a pickle holds: plain containers and values, tensors and objects; and its length in bytes."""
+    """The contents of a pickle (plain containers and values, tensors and objects), and its length in bytes."""
 
     value: Any
     nbytes: int
@@ -305,8 +308,8 @@ def unpickle(data: bytes) -> Pickled:
 
 
 def _plain(found: Any, left: list[int], depth: int = 0) -> Any:
-    """Return containers of a pickle as those of Python. References let a short pickle stand for a huge tree, so the
-    nodes that are `left` to make are bounded by its length."""
+    """Return the containers of a pickle as containers of Python. References let a short pickle stand for a huge tree,
+    so the number of nodes is bounded: `left` counts down."""
     kind = type(found)
     left[0] -= 1 + _size(found, kind)
     if left[0] < 0 or depth > MAX_DEPTH:
@@ -325,7 +328,7 @@ def _plain(found: Any, left: list[int], depth: int = 0) -> Any:
 
 
 def _size(found: Any, kind: type) -> int:
-    """Return how many nodes a value counts for that is copied as a whole wherever it is referred to."""
+    """Return the number of nodes that a large value counts for: it is copied wherever the pickle refers to it."""
     if kind in (str, bytes):
         return len(found) // 16
     if kind in (PickledSet, PickledFrozenSet):
@@ -334,8 +337,12 @@ def _size(found: Any, kind: type) -> int:
 
 
 def _named(found: Global) -> Any:
-    """Return a dtype as text, as PyTorch prints it; any other class or function is an object, and left out."""
-    return f"torch.{found.name}" if found.module == "torch" and found.name in _DTYPES else Object(found, ())
+    """Return a dtype as text, as PyTorch prints it. Any other class or function is an object, and left out."""
+    return (
+        f"torch.{found.name}"
+        if found.module == "torch" and found.name in _DTYPES
+        else PickledObject(found, ())
+    )
 
 
 def _key(found: Any) -> Any:

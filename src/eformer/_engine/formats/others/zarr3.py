@@ -1,4 +1,4 @@
-"""Directories of zarr-python: groups of zarr 3 with their arrays, and a directory that is one array of zarr 2 or 3.
+"""Directories of zarr-python: groups of zarr 3 with their arrays, and directories that are one array of zarr 2 or 3.
 
 TensorStore decodes the chunks. Groups of zarr 2 are read by `formats/zarr`.
 """
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 FORMAT = "zarr 3"
 
-# Those of TensorStore.
+# The codecs that TensorStore knows.
 _CODECS = {"bytes", "blosc", "crc32c", "gzip", "sharding_indexed", "transpose", "zstd"}
-_MAX_CODECS = 16  # one in the other
+_MAX_CODECS = 16  # levels of codecs inside others
 
 
 class _Codec(msgspec.Struct):
@@ -50,13 +50,13 @@ class _Codec(msgspec.Struct):
 
 
 class _Configuration(msgspec.Struct):
-    """The codecs inside of shards."""
+    """The configuration of a codec: the codecs inside its shards."""
 
     codecs: list[_Codec] = []
 
 
 class _Node(msgspec.Struct):
-    """A `zarr.json`: of a group, or of an array, for which the rest is."""
+    """A `zarr.json` of a group or an array. The fields after `attributes` are for arrays."""
 
     zarr_format: int
     node_type: str
@@ -67,13 +67,15 @@ class _Node(msgspec.Struct):
 
 
 def by_description(place: Place) -> Found | None:
-    """Find the tree of a group of zarr 3, or the single array that a directory is."""
+    """Find the tree of a group of zarr 3, or of a directory that is a single array."""
     names = set(place.names)
     if not names & {ZARR_JSON, ZARRAY}:
         return None
     store = place.store
     if on_disk(store) is None:
-        raise FormatError(f"{store.url} is zarr 3, which is read from local disks only; copy it first")
+        raise FormatError(
+            f"{store.url} is zarr 3, which is only read from local disks; copy it to a disk first"
+        )
     if ZARR_JSON in names:
         nodes, versions = _read_nodes(store)
         if all(node.node_type == "group" for node in nodes.values()):
@@ -86,7 +88,7 @@ def by_description(place: Place) -> Found | None:
 
 
 def _read_nodes(store: Store) -> tuple[dict[str, _Node], dict[str, Version]]:
-    """Read the descriptions of all groups and arrays, by path. Directories below an array are its own."""
+    """Read the descriptions of all groups and arrays, by path. Directories below an array hold its chunks."""
     nodes: dict[str, _Node] = {}
     versions: dict[str, Version] = {}
     todo = [("", 0)]
@@ -126,13 +128,13 @@ def _read_node(store: Store, name: str) -> tuple[_Node, Version]:
 
 
 def _require_known(path: str, node: _Node) -> None:
-    """Refuse what TensorStore does not decode: it is not damaged."""
+    """Refuse codecs and dtypes that TensorStore does not decode, before it calls the array damaged."""
     where = f"leaf {path[:200]!r}" if path else "the array"
     unknown = sorted({name for name in _codec_names(node.codecs) if name not in _CODECS})
     if unknown or node.storage_transformers:
-        what = few([repr(name[:40]) for name in unknown]) or "a storage transformer"
+        codec = few([repr(name[:40]) for name in unknown]) or "a storage transformer"
         raise FormatError(
-            f"{where} is encoded by {what}, which eformer does not decode. It is not damaged: write it again, for "
+            f"{where} is encoded by {codec}, which eformer does not decode. It is not damaged: write it again, for "
             f"example with zstd. Known codecs are {', '.join(sorted(_CODECS))}"
         )
     if not isinstance(node.data_type, str) or node.data_type not in DTYPES:
@@ -140,7 +142,7 @@ def _require_known(path: str, node: _Node) -> None:
 
 
 def _codec_names(codecs: list[_Codec], depth: int = 0) -> Iterator[str]:
-    """List the names of codecs, with those inside of shards."""
+    """List the names of codecs, including codecs inside shards."""
     for codec in codecs:
         yield codec.name
         if depth < _MAX_CODECS:
@@ -176,7 +178,7 @@ def _describe(store: Store, driver: str, nodes: dict[str, _Node], versions: dict
 
 
 def _require_chunks(store: Store, path: str, array: Any) -> None:
-    """Refuse an array that has fewer files than chunks: what is missing is not read as zeros."""
+    """Refuse an array that has fewer files than chunks: missing chunks are not read as zeros."""
     chunk = tuple(max(1, size) for size in array.chunk_layout.write_chunk.shape or ())
     expected = count_chunks(tuple(array.shape), chunk)
     found = sum(

@@ -36,10 +36,10 @@ _MALFORMED_ZIP = (
 
 
 def locate_members(file: SingleFile) -> list[tuple[zipfile.ZipInfo, int]]:
-    """List the members with the offsets of their bytes, in that order.
+    """List the members in the order of their bytes, with the offsets of these.
 
-    Refuse members that overlap, and bytes that belong to none: those of another archive, or of a member that the
-    directory does not list.
+    Refuse members that overlap, and bytes that belong to no member: a second archive, or a member that the archive's
+    directory does not list, may hold leaves.
     """
     listed, directory_at = _read_directory(file)
     members = sorted(listed, key=lambda info: info.header_offset)
@@ -52,7 +52,7 @@ def locate_members(file: SingleFile) -> list[tuple[zipfile.ZipInfo, int]]:
         if info.header_offset < end or start + info.compress_size > file.nbytes:
             raise FormatError(
                 f"{file.path}: member {info.filename[:200]!r}, {info.compress_size} bytes at {start}, overlaps "
-                f"another, or ends after the file, which has {file.nbytes} bytes"
+                f"another member, or ends after the file, which has {file.nbytes} bytes"
             )
         _require_no_gap(file, end, info.header_offset)
         end = start + info.compress_size
@@ -69,12 +69,12 @@ def _require_no_gap(file: SingleFile, end: int, start: int) -> None:
 
 
 def has_member(file: SingleFile, name: str) -> bool:
-    """Tell whether there is a member of this name, by the archive's directory alone."""
+    """Tell whether the archive's directory lists a member of this name."""
     return any(info.filename == name for info in _read_directory(file)[0])
 
 
 def _read_directory(file: SingleFile) -> tuple[list[zipfile.ZipInfo], int]:
-    """Read what an archive lists, and where that list begins."""
+    """Read the directory of an archive: the members, and the offset of the directory itself."""
     try:
         raw = io.BufferedReader(BinaryFile(file.read_into, file.nbytes))
         with zipfile.ZipFile(raw) as archive:
@@ -109,8 +109,8 @@ class Span(Struct, frozen=True):
 
 
 def find_damages(store: Store, name: str, leaves: Mapping[str, Span]) -> Iterator[Damage]:
-    """Check the bytes that leaves are read from without decoding; the others are checked whenever they are decoded."""
-    # A missing file is reported by its leaves.
+    """Check the bytes of leaves that are read without decoding. Decoding checks the bytes of all other leaves."""
+    # If the file is missing, each of its leaves is reported already.
     with suppress(FileNotFoundError), open_single_file(store, name) as file:
         for leaf, checked in leaves.items():
             found = _read_crc(file, checked.offset, checked.nbytes)

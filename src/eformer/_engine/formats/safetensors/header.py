@@ -1,4 +1,4 @@
-"""Read and write the beginning of a safetensors file: a length, then JSON with the place of each tensor."""
+"""Read and write the header of a safetensors file: a length, then JSON with the place of each tensor."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from eformer._engine.stores.base import Entry, Store, Version
 
 MAX_JSON_BYTES = 100_000_000  # other readers refuse more
-_MAX_POINTER = 1024  # bytes of a file that stands for one in Git LFS
-_HEADER_AHEAD = 2**16  # bytes to read at once; most headers are shorter
+_MAX_POINTER = 1024  # bytes of a pointer file of Git LFS
+_HEADER_AHEAD = 2**16  # bytes of the first read; most headers are shorter
 
 _TAGS = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "F16": "float16", "BF16": "bfloat16",
@@ -41,7 +41,7 @@ class Tensor(msgspec.Struct, frozen=True, gc=False):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """The header of a file of `nbytes`. Its data begins at `start`."""
+    """The header of a file of `nbytes`, whose data begins at `start`."""
 
     start: int
     metadata: dict[str, str]
@@ -52,11 +52,11 @@ class Header(msgspec.Struct, frozen=True):
 
 @lru_cache(2**16)  # most leaves of a tree are alike
 def described_as(dtype: str, shape: tuple[int, ...], nbytes: int) -> tuple[str, tuple[int, ...]]:
-    """Return the dtype and the shape of a leaf for other readers. Dtypes that the format has no name for appear as
-    integers of their size, and four-bit integers as their values in eight bits; the manifest records the true dtype."""
+    """Return the dtype and the shape of a leaf for other readers. A dtype without a name in the format appears as
+    integers of its size, four-bit integers as their values in eight bits. The manifest records the true dtype."""
     size = math.prod(shape)
     tag = _TAG_OF.get(dtype)
-    if tag == "F4" and 2 * nbytes != size:  # the format cannot hold an odd number of them
+    if tag == "F4" and 2 * nbytes != size:  # the format cannot hold an odd number of four-bit floats
         tag = "U8"
     if tag:
         return tag, shape
@@ -69,7 +69,7 @@ def described_as(dtype: str, shape: tuple[int, ...], nbytes: int) -> tuple[str, 
 
 
 def header_bytes(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> bytes:
-    """Encode a header, padded so that the data is aligned and XLA can use it without a copy."""
+    """Encode a header. Pad it so that the data is aligned, and XLA can use it without a copy."""
     text = msgspec.json.encode({"__metadata__": dict(metadata), **tensors})
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     if len(text) > MAX_JSON_BYTES:
@@ -81,7 +81,7 @@ def header_bytes(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> 
 
 
 def open_header(store: Store, name: str) -> Header:
-    """Read and check the header of a safetensors file that is directly in the store, not below it."""
+    """Read and check the header of a safetensors file at the top of the store."""
     raw, entry = read_header(store, name)
     return parse_header(raw, entry.nbytes, store.path_to(name), entry.version)
 
@@ -96,17 +96,17 @@ def read_header(store: Store, name: str) -> tuple[bytes, Entry]:
         return data[:length], entry
     rest, now = store.read(name, len(data), length - len(data))
     if now.version != entry.version:
-        raise FileNotFoundError(f"{store.path_to(name)} was replaced")
+        raise FileNotFoundError(f"{store.path_to(name)} was replaced while it was being read; try again")
     return data + rest, entry
 
 
 def read_metadata(store: Store, name: str) -> dict[str, str]:
-    """Read what a file says of itself. Its tensors are not looked at, of which there may be very many."""
+    """Read the metadata of a file. Its tensors are not parsed, which may be very many."""
     return metadata_in(read_header(store, name)[0], f"{store.path_to(name)} has no valid safetensors header")
 
 
 def metadata_in(header: bytes, problem: str) -> dict[str, str]:
-    """Parse the metadata of a header; raise a FormatError that begins with `problem` if it is none."""
+    """Parse the metadata of a header. Raise a FormatError that begins with `problem` if that fails."""
     return parse_json(header[8:], _Metadata, problem).metadata
 
 
@@ -115,7 +115,7 @@ class _Metadata(msgspec.Struct):
 
 
 def read_tensor_names(store: Store, name: str) -> list[str]:
-    """Read the names of the tensors in a file that eformer wrote; their places are not checked."""
+    """Read the names of the tensors in a file that eformer wrote. Their places are not checked."""
     raw, _ = read_header(store, name)
     entries = parse_json(
         raw[8:], dict[str, msgspec.Raw], f"{store.path_to(name)} has no valid safetensors header"
@@ -126,10 +126,13 @@ def read_tensor_names(store: Store, name: str) -> list[str]:
 def header_length(first: bytes, file_nbytes: int, origin: str) -> int:
     """Return the length of the whole header, given the first eight bytes of the file."""
     if len(first) < 8:
-        raise FormatError(f"{origin} is not a safetensors file: it is only {file_nbytes} bytes long")
+        raise FormatError(
+            f"{origin} is not a safetensors file: it is {file_nbytes} bytes long, expected at least 8; "
+            "restore it from a copy"
+        )
     if first[:8] == b"version " and file_nbytes < _MAX_POINTER:
         raise FormatError(
-            f"{origin} is a pointer of Git LFS, without the file itself: fetch it with git lfs pull"
+            f"{origin} is a pointer of Git LFS, not the file itself: fetch the file with git lfs pull"
         )
     (length,) = struct.unpack("<Q", first[:8])
     if length > min(MAX_JSON_BYTES, file_nbytes - 8):
@@ -141,7 +144,7 @@ def header_length(first: bytes, file_nbytes: int, origin: str) -> int:
 
 
 def parse_header(data: bytes, file_nbytes: int, origin: str, version: Version = "") -> Header:
-    """Parse a header. Refuse one whose tensors do not tile the rest of the file exactly."""
+    """Parse a header. Refuse it unless its tensors tile the rest of the file exactly."""
     problem = f"{origin} has no valid safetensors header"
     entries = parse_json(data[8:], dict[str, msgspec.Raw], problem)
     raw_metadata = bytes(entries.pop(_METADATA, b""))
@@ -151,24 +154,25 @@ def parse_header(data: bytes, file_nbytes: int, origin: str, version: Version = 
     except MALFORMED_JSON as error:
         raise FormatError(f"{problem}: {error}") from error
     fields = len(tensors) * (1 + len(_FIELDS)) + bool(raw_metadata)
-    if data.count(b":", 8) - raw_metadata.count(b":") != fields:  # or a name contains one
+    # More colons than fields: a field is given twice, or a name contains a colon. Only then use the slow parser.
+    if data.count(b":", 8) - raw_metadata.count(b":") != fields:
         _refuse_duplicates(data[8:], origin)
     _check_tiling(tensors, file_nbytes - len(data), origin)
     return Header(len(data), metadata, tensors, file_nbytes, version)
 
 
 def _refuse_duplicates(text: bytes, origin: str) -> None:
-    """Refuse tensors of one name, a second `__metadata__` and fields that are given twice: JSON would keep the last."""
+    """Refuse two tensors of one name, a second `__metadata__` and repeated fields: JSON would keep the last of them."""
     try:
         entries = json.loads(text, object_pairs_hook=_Pairs, parse_int=str, parse_float=str)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{origin} has no valid safetensors header: {error}") from error
     for name in sorted(entries.duplicates()):
-        what = f"two {_METADATA}" if name == _METADATA else f"two tensors of the name {name[:200]!r}"
-        raise FormatError(f"{origin} has {what}")
+        twice = f"two {_METADATA}" if name == _METADATA else f"two tensors of the name {name[:200]!r}"
+        raise FormatError(f"{origin} has {twice}")
     for name, found in entries:
-        if name != _METADATA and (twice := found.duplicates() & set(_FIELDS)):
-            raise FormatError(f"{origin}: tensor {name[:200]!r} has the field {min(twice)!r} twice")
+        if name != _METADATA and (repeated := found.duplicates() & set(_FIELDS)):
+            raise FormatError(f"{origin}: tensor {name[:200]!r} has the field {min(repeated)!r} twice")
 
 
 class _Pairs(list[tuple[str, Any]]):
@@ -195,17 +199,19 @@ def _check_tiling(tensors: Mapping[str, Tensor], nbytes: int, origin: str) -> No
             raise FormatError(
                 f"{origin}: tensor {name[:200]!r} has {len(found.shape)} axes, more than {MOST_AXES}"
             )
-        bits = math.prod(found.shape) * bits_of(found, name, origin)
+        bits = math.prod(found.shape) * element_bits(found, name, origin)
         if min(found.shape, default=0) < 0 or bits != 8 * (stop - start):
             raise FormatError(
-                f"{origin}: tensor {name[:200]!r}, {found.dtype}{list(found.shape)}, cannot have {stop - start} bytes"
+                f"{origin}: tensor {name[:200]!r} of {found.dtype}{list(found.shape)} cannot have {stop - start} bytes"
             )
         end = stop
     if end != nbytes:
-        raise FormatError(f"{origin}: its tensors take {end} bytes, but the file has {nbytes} for them")
+        raise FormatError(
+            f"{origin}: its tensors take {end} bytes, but {nbytes} bytes follow the header; restore it from a copy"
+        )
 
 
-def bits_of(found: Tensor, name: str, origin: str) -> int:
+def element_bits(found: Tensor, name: str, origin: str) -> int:
     if found.dtype == "F4":
         return 4
     if found.dtype not in _TAGS:

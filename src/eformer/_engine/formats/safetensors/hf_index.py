@@ -28,8 +28,8 @@ logger = logging.getLogger("eformer")
 
 
 def bring_up_to_date(store: Store, there: Mapping[str, Kind], upload: Upload, manifest: Manifest) -> set[str]:
-    """Write or remove the index of every tree, given the names that are `there`. Return the names that their files
-    begin with."""
+    """Write or remove the index of every tree. `there` lists the directory. Return the names that the files of the
+    trees begin with."""
     trees = _by_base(manifest)
     for base, tree in trees.items():
         _update(store, upload, there, base, tree)
@@ -37,7 +37,8 @@ def bring_up_to_date(store: Store, there: Mapping[str, Kind], upload: Upload, ma
 
 
 def _by_base(manifest: Manifest) -> dict[str, TreeEntry]:
-    """Return the trees by the beginning of their files' names; the prefix "model" yields to no prefix at all."""
+    """Return the trees by the beginning of their files' names. The prefix "model" yields to the tree without a prefix,
+    whose files have the same names."""
     trees: dict[str, TreeEntry] = {}
     for prefix, tree in sorted(manifest.trees.items()):
         trees.setdefault(base_name(prefix), tree)
@@ -45,11 +46,11 @@ def _by_base(manifest: Manifest) -> dict[str, TreeEntry]:
 
 
 def _update(store: Store, upload: Upload, there: Mapping[str, Kind], base: str, tree: TreeEntry) -> None:
-    """Keep an index wherever it is not plain which file to read."""
+    """Write the index of a tree with several files or an unusual file name; remove it from other trees."""
     index = base + INDEX_SUFFIX
     saved, version = save_of_index(store, index, there.get(index))
     if saved is None and version is not None:
-        logger.warning("%s was not written by eformer, and was left as it is", store.path_to(index))
+        logger.warning("%s was not written by eformer; it is left as it is", store.path_to(index))
         return
     if not _is_wanted(base, tree):
         if saved is not None:
@@ -65,7 +66,7 @@ def _is_wanted(base: str, tree: TreeEntry) -> bool:
 
 
 def _index(store: Store, tree: TreeEntry) -> bytes:
-    """List the tensors of all files, by their headers: the manifest does not say what a leaf is called there."""
+    """List the tensors of all files, by their headers: the manifest does not have the tensors' names."""
     names = [file.name for file in tree.files]
     tensors: dict[str, Iterable[str]] = {}
 
@@ -83,19 +84,20 @@ def _index(store: Store, tree: TreeEntry) -> bytes:
 
 
 def damaged_indexes(store: Store, manifest: Manifest) -> list[Damage]:
-    """Compare the index of every tree with the headers of its files. An index of another program is not looked at."""
+    """Compare the index of every tree with the headers of its files. Indexes of other programs are skipped."""
     damages = _differences(store, manifest)
     place = on_disk(store)
     if damages and place is not None:
         with suppress(OSError), Directory.open(place) as directory, directory.locked():
-            # A save writes them last, and has the lock until then. One that begins now is noticed by its manifest.
+            # A save writes the indexes last and holds the lock until then, so only look again under the lock. A save
+            # that begins now is noticed by its manifest.
             damages = _differences(store, manifest)
     return damages
 
 
 def _differences(store: Store, manifest: Manifest) -> list[Damage]:
     there = store.kinds()
-    # Else an index may be written after the manifest that names newer files.
+    # Saves to a bucket keep a log and have no lock: an index may be written after the manifest that names newer files.
     is_locked = manifest.log is UNSET
     found = []
     for base, tree in _by_base(manifest).items():
@@ -109,9 +111,9 @@ def _differences(store: Store, manifest: Manifest) -> list[Damage]:
 def _problem(
     store: Store, name: str, kind: Kind | None, tree: TreeEntry, *, is_wanted: bool, is_locked: bool
 ) -> str:
-    """Say what is wrong with an index; "" if nothing is, or if another program wrote it.
+    """Describe the problem of an index; "" if it has none, or if another program wrote it.
 
-    Where saves are not kept apart by a lock, another save may be about to write it.
+    Without a lock that keeps saves apart, another save may be about to write the index.
     """
     if kind is None:
         return "are missing" if is_wanted and is_locked else ""
@@ -142,10 +144,10 @@ class _IndexHead(msgspec.Struct):
 
 
 def save_of_index(store: Store, name: str, kind: Kind | None) -> tuple[str | None, Version | None]:
-    """Return the save of ours that an index is of, and the version of its file.
+    """Return the id of eformer's save that an index belongs to, and the version of its file.
 
-    The save is "" for a damaged index of ours or an empty one, and None for one of another program. Both are None if
-    there is none, or only a link, which a new index replaces.
+    The id is "" for an empty index or a damaged one by eformer, and None for an index of another program. Both are None
+    if the file does not exist, or is a link, which a new index replaces.
     """
     if kind is None:
         return None, None
@@ -155,7 +157,7 @@ def save_of_index(store: Store, name: str, kind: Kind | None) -> tuple[str | Non
         return None, None if kind == "other" else ""
     try:
         return json_decoder(_IndexHead).decode(data).metadata.eformer, entry.version
-    except msgspec.ValidationError:  # it is sound, and says something else
+    except msgspec.ValidationError:  # sound JSON, but not an index by eformer
         saved = None
     except MALFORMED_JSON:
         saved = "" if b'"eformer"' in data or not data.strip(b"\0") else None

@@ -1,4 +1,4 @@
-"""Plan safetensors files: which leaves share one, and where they lie in it."""
+"""Plan safetensors files: group the leaves by file, and choose their offsets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from eformer._engine.formats.safetensors.header import Tensor, described_as, header_bytes
-from eformer._engine.formats.safetensors.names import region_name
+from eformer._engine.formats.safetensors.names import box_name
 from eformer._engine.record.digests import NO_DIGEST
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.pieces import ALIGNMENT
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # safetensors readers refuse a header of more than 100 MB.
 MAX_HEADER_BYTES = 90_000_000
 _HEADER_BYTES_A_LEAF = 150
-_RECORD_BYTES_A_LEAF = 250  # its extent, digest and SHA-256, which the files of several processes carry
+_RECORD_BYTES_A_LEAF = 250  # the extent, digest and SHA-256 of a leaf, in files of several processes
 
 
 def plan_files(
@@ -33,9 +33,9 @@ def plan_files(
     *,
     has_record: bool = False,
 ) -> list[PlannedFile]:
-    """Decide what goes into which file at which offset, counted from where the data of the file begins.
+    """Choose a file and an offset for every box. Offsets count from the beginning of the file's data.
 
-    `tensors` has what each leaf is called in a file. The files have no names and no headers yet.
+    `tensors` has each leaf's name in a file. The planned files have no names and no headers yet.
     """
     extents: dict[str, PlannedExtent] = {}
     for source in sources:
@@ -55,9 +55,9 @@ def plan_files(
 
 
 def group_by_file(sizes: Mapping[str, int], limit: int, *, has_record: bool = False) -> list[list[str]]:
-    """Decide which leaves share a file of at most `limit` bytes: those of one module, in their order, while they fit.
+    """Group leaves into files of at most `limit` bytes, module after module, in their order.
 
-    A module that fits a file is not torn; a leaf larger than the limit has a file of its own.
+    A module that fits into one file is not divided. A leaf larger than the limit has a file of its own.
     """
     files: list[list[str]] = []
     used = header = 0
@@ -67,7 +67,7 @@ def group_by_file(sizes: Mapping[str, int], limit: int, *, has_record: bool = Fa
     for module in modules:
         total = sum(sizes[name] for name in module)
         if used + total > limit >= total:
-            used = limit + 1  # the next file takes it whole
+            used = limit + 1  # begin a new file, which takes the module whole
         for name in module:
             nbytes = len(name.encode()) + _HEADER_BYTES_A_LEAF
             if has_record:
@@ -82,9 +82,9 @@ def group_by_file(sizes: Mapping[str, int], limit: int, *, has_record: bool = Fa
 
 
 def _fit_one_file(sizes: Mapping[str, int], limit: int) -> bool:
-    """Tell quickly whether all leaves fit one file, however many bytes their names take."""
+    """Tell quickly whether all leaves surely fit into one file, by an upper bound for the bytes of their names."""
     most = _HEADER_BYTES_A_LEAF + _RECORD_BYTES_A_LEAF
-    header = most * len(sizes) + 3 * 4 * sum(map(len, sizes))  # three times, in up to four bytes a character
+    header = most * len(sizes) + 3 * 4 * sum(map(len, sizes))  # each name three times, four bytes a character
     return sum(sizes.values()) <= limit and header <= MAX_HEADER_BYTES
 
 
@@ -98,8 +98,8 @@ def _modules(names: Iterable[str]) -> Iterable[list[str]]:
 
 @lru_cache(2**16)  # most leaves of a tree are alike
 def _order(dtype: str, nbytes: int) -> tuple[bool, int]:
-    """Put first those whose length keeps the next one aligned for XLA, then those that keep it aligned for numpy: the
-    format allows no gaps."""
+    """Return the sort key of an extent. The format allows no gaps, so an extent's length decides the alignment of the
+    next: first lengths that keep it aligned for XLA, then larger elements, which keep it aligned for numpy."""
     return nbytes % ALIGNMENT != 0, -dtype_from_name(dtype).itemsize
 
 
@@ -113,14 +113,14 @@ def plan_extents(source: Source, block: int) -> Iterable[PlannedExtent]:
     ]
 
 
-def _extent(source: Source, region: Box | None, shape: tuple[int, ...], block: int) -> PlannedExtent:
+def _extent(source: Source, box: Box | None, shape: tuple[int, ...], block: int) -> PlannedExtent:
     nbytes, pieces, is_packed = _room(source.dtype, shape, block)
-    return PlannedExtent(source, region, shape, nbytes, [NO_DIGEST] * pieces, 0, None, is_packed)
+    return PlannedExtent(source, box, shape, nbytes, [NO_DIGEST] * pieces, 0, None, is_packed)
 
 
 @lru_cache(2**16)
 def _room(dtype: str, shape: tuple[int, ...], block: int) -> tuple[int, int, bool]:
-    """Return the bytes of a box in a file, the number of its digests, and whether two elements share a byte."""
+    """Return the length of a box in a file, the number of its digests, and whether two elements share a byte."""
     itemsize = dtype_from_name(dtype).itemsize
     nbytes = stored_nbytes(dtype, shape)
     if nbytes < itemsize * math.prod(shape):
@@ -129,12 +129,12 @@ def _room(dtype: str, shape: tuple[int, ...], block: int) -> tuple[int, int, boo
 
 
 def own_nbytes(source: Source) -> int:
-    """Return how many bytes of a leaf this process writes."""
-    return sum(stored_nbytes(source.dtype, region.shape) for region in source.own_regions)
+    """Return the number of bytes of a leaf that this process writes."""
+    return sum(stored_nbytes(source.dtype, box.shape) for box in source.own_regions)
 
 
 def stored_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Return what an array takes in a file: as much as in memory, except for four-bit floats, which share bytes."""
+    """Return the length of an array in a file. It is the length in memory, except that four-bit floats share bytes."""
     nbytes = math.prod(shape) * dtype_from_name(dtype).itemsize
     return nbytes // 2 if dtype == "float4_e2m1fn" and nbytes % 2 == 0 else nbytes
 
@@ -148,6 +148,5 @@ def header_of(file: PlannedFile, tensors: Mapping[str, str], metadata: Mapping[s
 
 
 def tensor_of(extent: PlannedExtent, tensors: Mapping[str, str]) -> str:
-    """Return what a box is called in its file."""
-    name = tensors[extent.source.name]
-    return name if extent.region is None else region_name(name, extent.region)
+    """Return the tensor's name in the file for a planned box."""
+    return box_name(tensors[extent.source.name], extent.region)

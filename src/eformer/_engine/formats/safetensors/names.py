@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
-PRIVATE = ".private"  # for eformer alone: it holds more than the tree
+PRIVATE = ".private"  # ends the names of files for eformer alone, which hold more than the tree
 
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _SHARD = re.compile(r"(?P<base>.*)-(?P<index>\d{5,})-of-(?P<total>\d{5,})", re.DOTALL)
 
-# Suffixes of other formats: those that `convert` writes, with what to say of each, and others.
+# Suffixes of formats that `convert` writes, each with a hint for the caller.
 _CONVERTED = {
     ".msgpack": "write msgpack with eformer.pytree's save_to_file, or convert a checkpoint to it",
     ".npz": "write npz by converting a checkpoint to it",
@@ -32,7 +32,7 @@ _NOT_WRITTEN = (
 
 
 def base_name(prefix: str) -> str:
-    """Return the beginning of the file names of a tree: the prefix, or without one the name that Hugging Face uses."""
+    """Return the beginning of the file names of a tree: its prefix, or "model" without one, as Hugging Face has it."""
     return escape(prefix) if prefix else "model"
 
 
@@ -47,21 +47,21 @@ def plain_names(base: str, total: int) -> list[str]:
 
 
 def unique_names(plain: Sequence[str], save_id: str) -> list[str]:
-    """Return the names for a save when the plain ones are taken."""
+    """Return the names of a save's files if the plain names are taken."""
     return [f"{name.removesuffix(SUFFIX)}.{save_id}{SUFFIX}" for name in plain]
 
 
 def split_shard(stem: str) -> tuple[str, int, int] | None:
-    """Return (base, index, total) of a name like base-00001-of-00004, without suffix; None for other names."""
+    """Return (base, index, total) of a name such as base-00001-of-00004, without suffix; None for other names."""
     match = _SHARD.fullmatch(stem)
     return (match["base"], int(match["index"]), int(match["total"])) if match else None
 
 
 def tensor_names(leaves: Iterable[str]) -> dict[str, str]:
-    """Return what each leaf of a tree is called in a file: its readable spelling, which other programs expect, unless
-    that is ambiguous. The name that the format reserves is escaped.
+    """Return the tensor's name in a file for each leaf of a tree: its readable spelling, which other programs expect,
+    unless that is ambiguous. The name that the format reserves is escaped.
 
-    It depends on all leaves of the tree: processes that write some of them must still pass all.
+    The names depend on all leaves of the tree: a process that writes some of them must still pass all.
     """
     names = readable_names(leaves)
     if "__metadata__" in names.values():
@@ -69,18 +69,18 @@ def tensor_names(leaves: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def region_name(tensor: str, region: Box | None) -> str:
-    """Return what a region of a leaf is called in a file; None is the whole leaf."""
-    if region is None:
+def box_name(tensor: str, box: Box | None) -> str:
+    """Return the tensor's name in a file for a box of a leaf; None is the whole leaf."""
+    if box is None:
         return tensor
-    ranges = ",".join(f"{a}:{b}" for a, b in zip(region.start, region.stop, strict=True))
-    return f"{tensor}%[{ranges}]"
+    axes = ",".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=True))
+    return f"{tensor}%[{axes}]"
 
 
-# The metadata of a data file names the save, so that leftovers of a dead save can be told from files of other programs.
+# The metadata of a data file names its save: leftovers of a dead save differ from files of other programs by that.
 
 
-def marks(save_id: str, base: str) -> dict[str, str]:
+def file_metadata(save_id: str, base: str) -> dict[str, str]:
     """Return the metadata of a data file. transformers requires `format`, the framework whose layout tensors follow."""
     return {"format": "pt", "eformer": f"{save_id} {base}"}
 
@@ -90,21 +90,21 @@ def is_marked(metadata: Mapping[str, str]) -> bool:
 
 
 def save_of(metadata: Mapping[str, str]) -> str:
-    """Return the id of the save that wrote a file; "" if eformer did not. It is checked, because file names are made of
-    it, and any program could have written the file."""
+    """Return the id of the save that wrote a file; "" if eformer did not write it. The id is checked, because file
+    names are made of it, and any program could have written the metadata."""
     save_id = metadata.get("eformer", "").partition(" ")[0]
     return save_id if _SAVE_ID.fullmatch(save_id) else ""
 
 
 def own_name(name: str, save_id: str, *, is_private: bool) -> str:
-    """Return the name of a file of this save when it is kept beside those of others: a plain name would stand for the
-    whole checkpoint. A private file is hidden from other readers."""
+    """Return the name of a file of this save that a later save keeps beside its own files: a plain name would stand for
+    the whole checkpoint. The suffix of a private file hides it from other readers."""
     stem = name.removesuffix(PRIVATE).removesuffix(SUFFIX).removesuffix(f".{save_id}")
     return f"{stem}.{save_id}{SUFFIX}{PRIVATE if is_private else ''}"
 
 
 def renumbered(name: str) -> str:
-    """Return another name for a file that has an `own_name`, which is still recognised as one of that save."""
+    """Return another name for a file that has an `own_name`. It still shows the save that the file is from."""
     stem, _, save_id = name.removesuffix(PRIVATE).removesuffix(SUFFIX).rpartition(".")
     shard = split_shard(stem)
     base, number = (shard[0], shard[1] + shard[2]) if shard else (stem, 1)
@@ -112,8 +112,8 @@ def renumbered(name: str) -> str:
 
 
 def is_leftover(name: str, metadata: Mapping[str, str], bases: Container[str]) -> bool:
-    """Tell whether a save of eformer gave the file this name, for a tree whose files begin with one of `bases`. That is
-    not true of a renamed copy."""
+    """Tell whether a save of eformer gave the file this name, for a tree whose file names begin with one of `bases`.
+    Return False for a renamed copy: it is not eformer's to remove."""
     save_id, base = save_of(metadata), metadata.get("eformer", "").partition(" ")[2]
     pattern = (
         rf"{re.escape(base)}(-\d{{5,}}-of-\d{{5,}})?(\.{re.escape(save_id)})?{re.escape(SUFFIX)}({PRIVATE})?"
@@ -122,11 +122,13 @@ def is_leftover(name: str, metadata: Mapping[str, str], bases: Container[str]) -
 
 
 def refuse_other_suffix(name: str, format: str) -> None:  # noqa: A002
-    """Raise a ValueError if a checkpoint of this format must not have this name: that of a file of another kind."""
+    """Raise a ValueError if the name has the suffix of another format."""
     path = PurePath(name)
     suffix = path.suffix.lower()
     if suffix == SUFFIX and format != "safetensors":
-        raise ValueError(f"{name!r} is the name of a safetensors file, and the format is {format!r}")
+        raise ValueError(
+            f"{name!r} is the name of a safetensors file, but the format is {format!r}; pass the path of a directory"
+        )
     if suffix not in (*_CONVERTED, *_NOT_WRITTEN):
         return
     hint = _CONVERTED.get(suffix, f"eformer does not write {suffix} files")

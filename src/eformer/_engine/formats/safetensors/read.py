@@ -50,18 +50,19 @@ Headers = dict[str, Header]
 
 
 def in_file(store: Store, name: str) -> Found:
-    """Find the checkpoint that a file belongs to: an index, a file of a checkpoint, a shard of a model, or a single
-    file."""
+    """Find the checkpoint that a file belongs to. The file may be an index, a file of a checkpoint, a shard of a model
+    or a single file."""
     if name == MANIFEST:
         return in_directory(store)
     if name.endswith(INDEX_SUFFIX):
         return _find_by_index(store, name)
-    return find_file(*resolved(store, name), (store, name))  # a link that the caller names may lead anywhere
+    # The caller named the file, so it may be a link that leads anywhere.
+    return find_file(*resolved(store, name), (store, name))
 
 
 def by_base_name(store: Store, base: str) -> Found | None:
-    """Find the checkpoint of the index, the file or the shards that a name without suffix stands for; None if there
-    are none."""
+    """Find the checkpoint of the index, the file or the shards that a name without suffix stands for. Return None if
+    none of them exists."""
     there = kinds_if_there(store)
     for name in (base + INDEX_SUFFIX, base + SUFFIX):
         if name in there:
@@ -78,13 +79,13 @@ def by_base_name(store: Store, base: str) -> Found | None:
 
 def by_manifest(place: Place) -> Found | None:
     """Find the checkpoint that the manifest of a directory describes. Return None for a manifest of another program,
-    and for one without trees, beside which another format may have a checkpoint. An index of arrays goes first: saves
-    of arrays look at no manifest."""
+    for a manifest without trees, which may lie beside a checkpoint of another format, and beside an index of arrays:
+    saves of arrays look at no manifest, so the index decides."""
     if place.has(INDEX):
         return None
     try:
         data, _ = read_whole(place.store, MANIFEST)
-    except (FileNotFoundError, FormatError):  # or it is a link or a directory
+    except (FileNotFoundError, FormatError):  # FormatError: it is a link or a directory
         return None
     if not has_own_digest(data):
         return None
@@ -114,8 +115,8 @@ def _ours(store: Store, manifest: Manifest, only: str | None = None) -> Found:
 
 
 def _find_by_index(store: Store, name: str) -> Found:
-    """Find the tree that an index is of. The manifest has the newest save, and knows the trees by eformer; others are
-    as the index says."""
+    """Find the tree of an index. A tree by eformer is read as the manifest says, which has the newest save; a tree of
+    another program as the index says."""
     manifest, _ = read_manifest(store)
     trees = sorted(manifest.trees) if manifest else []
     for prefix in trees:
@@ -125,13 +126,14 @@ def _find_by_index(store: Store, name: str) -> Found:
 
 
 def _find_by_shard(store: Store, name: str) -> Found | None:
-    """Find the whole model that a file is a shard of, by the index beside it; None if no index lists the file."""
+    """Find the whole model of a shard, by the index beside it; None if no index lists the file."""
     index = index_of_shard(store, name)
     return _find_by_index(store, index) if index else None
 
 
 def read_manifest(store: Store) -> tuple[Manifest | None, Version | None]:
-    """Read the manifest of a directory and its version; None if it has none, or eformer did not write it."""
+    """Read the manifest of a directory and its version. Return no manifest if the file does not exist, or eformer did
+    not write it."""
     try:
         data, entry = read_whole(store, MANIFEST)
     except FileNotFoundError:
@@ -139,7 +141,8 @@ def read_manifest(store: Store) -> tuple[Manifest | None, Version | None]:
     if not has_own_digest(data):
         if ours := marked_file(store):
             raise FormatError(
-                f"{store.path_to(MANIFEST)} is damaged or was not written by eformer, but {ours} was"
+                f"{store.path_to(MANIFEST)} is damaged, or was not written by eformer, but {ours} was; restore the "
+                "manifest from a copy"
             )
         return None, entry.version
     return Manifest.from_json(data, store.path_to(MANIFEST)), entry.version
@@ -152,8 +155,8 @@ def _foreign(
     places: Sequence[Store] = (),
     find_left_out: Callable[[], tuple[str, ...]] = tuple,
 ) -> Found:
-    """Describe files of another program. `places` may have the configuration of the model, the first one before others;
-    by default `store`."""
+    """Describe files of another program. `places` are the directories that may have the configuration of the model, in
+    order; by default `store`."""
     trees = {prefix: tree_of(files) for prefix, files in groups.items()}
     versions = {name: file.version for files in groups.values() for name, file in files.items()}
     first, *also = places or [store]
@@ -166,33 +169,38 @@ def _foreign(
 
 
 def find_file(store: Store, name: str, link: tuple[Store, str] | None = None) -> Found:
-    """Find the checkpoint of a safetensors file: one with a manifest, one of a directory, or one of another program.
+    """Find the checkpoint of a safetensors file. It may have a manifest of its own, belong to a directory, or be of
+    another program.
 
-    `link` is where the caller found it.
+    `link` is the place where the caller found the file, if that is a link.
     """
     path = store.path_to(name)
     raw, entry = read_header(store, name)
     if manifest := _own_manifest(raw, path):
         if len(manifest.trees) != 1:
-            raise FormatError(f"{path}: the manifest of a single file has {len(manifest.trees)} trees")
+            raise FormatError(
+                f"{path}: the manifest of a single file has {len(manifest.trees)} trees, expected one"
+            )
         trees = {prefix: _own_file(tree, path, name, len(raw)) for prefix, tree in manifest.trees.items()}
         return Found(path, store, manifest, trees, versions={name: entry.version})
     header = parse_header(raw, entry.nbytes, path, entry.version)
     if header.metadata.get("manifest", "").startswith('{"digest":"'):
-        raise CorruptionError(f"{path} carries a manifest, but the beginning of its header is damaged")
-    # In a cache of Hugging Face the index and the configuration are beside the link, not beside the file.
+        raise CorruptionError(
+            f"{path} carries a manifest, but the beginning of its header is damaged; restore it from a copy"
+        )
+    # In a cache of Hugging Face the index and the configuration lie beside the link, not beside the file.
     places = [(store, name)] if link is None else [link, (store, name)]
     by_shard = (found for place in places if (found := _find_by_shard(*place)))
     whole = _in_checkpoint(store, name, header) or next(by_shard, None)
     if whole:
         return whole
-    others = partial(other_shards, *places[0])
-    return _foreign(path, store, {"": {name: header}}, [place for place, _ in places], others)
+    unread = partial(other_shards, *places[0])
+    return _foreign(path, store, {"": {name: header}}, [place for place, _ in places], unread)
 
 
 def _in_checkpoint(store: Store, name: str, header: Header) -> Found | None:
     """Find the checkpoint whose manifest, in the same directory, names the file. If the manifest cannot be read, raise
-    only for a file that eformer wrote."""
+    for a file that eformer wrote, and return None for other files."""
     try:
         prefix = prefix_of_file(store, name)
     except FormatError:
@@ -212,15 +220,17 @@ def prefix_of_file(store: Store, name: str) -> str | None:
 
 
 def _own_file(tree: TreeEntry, path: str, name: str, header_nbytes: int) -> TreeEntry:
-    """Fill in the name and the header length, which a manifest inside the file cannot contain."""
+    """Add the file's name and the length of its header, which a manifest inside the file cannot contain."""
     if len(tree.files) != 1:
-        raise FormatError(f"{path}: the manifest of a single file names {len(tree.files)} files")
+        raise FormatError(
+            f"{path}: the manifest of a single file names {len(tree.files)} files, expected one"
+        )
     file = DataFile(name, header_nbytes + tree.files[0].nbytes, header_nbytes)
     return msgspec.structs.replace(tree, files=(file,))
 
 
 def _own_manifest(header: bytes, origin: str) -> Manifest | None:
-    """Return the manifest in the metadata of a file; None if it was written without one."""
+    """Return the manifest in the metadata of a file; None if the metadata has none."""
     if not header[8:].startswith(b'{"__metadata__":{"digest":"'):
         return None
     check_own_digest(header, origin)
@@ -232,7 +242,7 @@ def _own_manifest(header: bytes, origin: str) -> Manifest | None:
 
 
 def files_of_directory(store: Store) -> dict[str, Headers]:
-    """Open the safetensors files of a directory, by base name. A single base is returned as "", without a prefix."""
+    """Open the safetensors files of a directory, grouped by base name. If all have one base name, return it as ""."""
     names = store.kinds()
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     stems = [name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX)]
@@ -257,13 +267,13 @@ def files_of_directory(store: Store) -> dict[str, Headers]:
 
 
 def base_of_shard(name: str) -> str | None:
-    """Return the base name of a file called like a shard, such as model-00001-of-00004.safetensors; None for others."""
+    """Return the base name of a file named like a shard, such as model-00001-of-00004.safetensors; None otherwise."""
     shard = split_shard(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
     return shard[0] if shard else None
 
 
 def other_shards(store: Store, name: str) -> tuple[str, ...]:
-    """List the other shards beside a file that is called like a shard of the same model."""
+    """List the other shards of the model beside a file that is named like a shard."""
     base = base_of_shard(name)
     if base is None:
         return ()
@@ -301,7 +311,7 @@ def marked_file(store: Store) -> str | None:
 
 
 def is_ours(store: Store, name: str) -> bool:
-    """Tell whether eformer wrote a file, which is a whole safetensors file."""
+    """Tell whether a file is a whole safetensors file that eformer wrote."""
     with suppress(FormatError, OSError):
         return is_marked(open_header(store, name).metadata)
     return False
@@ -312,9 +322,9 @@ class _Index(msgspec.Struct):
 
 
 def index_of_shard(store: Store, name: str) -> str | None:
-    """Return the name of the index in the same directory that lists a file; None if there is none.
+    """Return the name of the index in the same directory that lists a file; None if no index does.
 
-    An index that cannot be read raises only if the file is called like one of its shards.
+    An index that cannot be read raises only if the file is named like one of its shards.
     """
     own = f"{base_of_shard(name)}{INDEX_SUFFIX}"
     indexes = [other for other in store.kinds() if other.endswith(INDEX_SUFFIX)]
@@ -328,15 +338,15 @@ def index_of_shard(store: Store, name: str) -> str | None:
     return None
 
 
-def weight_map(store: Store, index: str, what: str = "safetensors files") -> tuple[dict[str, str], Version]:
+def weight_map(store: Store, index: str) -> tuple[dict[str, str], Version]:
     """Read the index of a model in several files: the file of each tensor, and the version of the index."""
     data, entry = read_whole(store, index)
-    found = parse_json(data, _Index, f"{store.path_to(index)} is not an index of {what}")
+    found = parse_json(data, _Index, f"{store.path_to(index)} is not an index of a model's files")
     return found.weight_map, entry.version
 
 
 def indexed_files(store: Store, index: str) -> Headers:
-    """Open the files that an index names. Raise FileNotFoundError if some are missing, MismatchError if the index does
+    """Open the files that an index names. Raise FileNotFoundError if files are missing, MismatchError if the index does
     not match them."""
     listed, _ = weight_map(store, index)
     files = _open_all(store, index, sorted(set(listed.values())))

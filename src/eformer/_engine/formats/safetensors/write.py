@@ -1,7 +1,7 @@
-"""Write safetensors files: a directory of them under one manifest, or one file that carries its own.
+"""Write safetensors files: a directory of files under one manifest, or one file that carries its own manifest.
 
-A data file of a directory is never touched again once a manifest names it; what no manifest names any more is removed
-last.
+A data file of a directory is never touched again once a manifest names it. Files that the manifest no longer names are
+removed last.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from eformer._engine.formats.safetensors.names import (
     PRIVATE,
     SUFFIX,
     base_name,
+    file_metadata,
     is_leftover,
     is_marked,
-    marks,
     plain_names,
     renumbered,
     unique_names,
@@ -49,21 +49,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Safetensors:
-    """The base of both formats."""
+    """The base of the formats of a directory and of a single file."""
 
     name: ClassVar = SAFETENSORS
     keeps_records: ClassVar = True
     own_nbytes = staticmethod(own_nbytes)
 
     def process_file(self, files: Sequence[PlannedFile], sha256: Mapping[str, str]) -> None:
-        """The headers of the files carry it; a single file is written by one process."""
+        """Return None: the headers of a directory's files carry the record, and a single file is of one process."""
 
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsDirectory(_Safetensors):
-    """The format of one save to a directory. `several` processes put what they record into their own headers.
+    """The format of one save to a directory. If `several` processes save, each puts its record into its own headers.
 
-    `tensors` has what each leaf of the tree is called in its file.
+    `tensors` has each leaf's name in its file.
     """
 
     index_name: ClassVar = MANIFEST
@@ -96,7 +96,7 @@ class SafetensorsDirectory(_Safetensors):
         return files
 
     def header(self, file: PlannedFile, sha256: Mapping[str, str]) -> bytes:
-        metadata = marks(self.save_id, base_name(self.prefix))
+        metadata = file_metadata(self.save_id, base_name(self.prefix))
         if self.several:
             metadata[CARRIED] = process_record([file], sha256).to_json().decode()
         return header_of(file, self.tensors, metadata)
@@ -104,9 +104,10 @@ class SafetensorsDirectory(_Safetensors):
     # -------------------------------------------------------------------------------------- commit
 
     def check_place(self, store: Store) -> bool:
-        """A damaged manifest is not replaced either: it may name files that can still be saved."""
+        """Tell whether the directory has a checkpoint. Refuse files of other programs that the save would replace, and
+        a damaged manifest: it may name files that can still be rescued."""
         try:
-            there = store.kinds()  # before the manifest is read: a concurrent save may put one there
+            there = store.kinds()  # before the manifest is read, because a concurrent save may write it
         except FileNotFoundError:
             return False
         if ZARR_INDEX in there:
@@ -115,14 +116,14 @@ class SafetensorsDirectory(_Safetensors):
         if manifest is None or self.prefix not in manifest.trees:
             foreign = [MANIFEST] if manifest is None and MANIFEST in there else []
             foreign += [name for name in self._foreign_files(store, there) if name in there]
-            if foreign and store.exists(foreign[0]):  # else it is being removed
+            if foreign and store.exists(foreign[0]):  # a file that is being removed does not count
                 raise FileExistsError(
                     f"{store.path_to(foreign[0])} was not written by eformer; save to another directory"
                 )
         return manifest is not None
 
     def _foreign_files(self, store: Store, there: Mapping[str, Kind]) -> Iterator[str]:
-        """List names that a new tree would use, where files of other programs have them."""
+        """List the names that a new tree would use and a file of another program may have."""
         base = base_name(self.prefix)
         yield from (ORBAX_TREE, PEFT_CONFIG)
         if base + SUFFIX in there and not is_ours(store, base + SUFFIX):
@@ -143,7 +144,8 @@ class _Index(ManifestIndex):
     prefix: str
 
     def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
-        if on_disk(store) is not None and store.exists(ZARR_INDEX):  # it has come since, and would win
+        # Another save may have written an index of arrays since the check, and readers would prefer it.
+        if on_disk(store) is not None and store.exists(ZARR_INDEX):
             raise other_format(store, ZARR_INDEX)
         finals = self._final_names(tree, store, upload)
         moves = {file.name: final for file, final in zip(tree.files, finals, strict=True)}
@@ -156,8 +158,9 @@ class _Index(ManifestIndex):
         return Change(moves, encoded, manifest, tidy=partial(_tidy, manifest))
 
     def _final_names(self, tree: TreeEntry, store: Store, upload: Upload) -> list[str]:
-        """Give plain names to a first save that is all there is. A name that a manifest ever gave is not given to
-        another file. Objects have their final names from the beginning."""
+        """Choose plain names for the first save of a tree, if they are free, else names with the save's id: a name that
+        a manifest ever used never goes to another file. Objects in a bucket have had their final names since the
+        beginning."""
         if on_disk(store) is None:
             return [file.name for file in tree.files]
         new = [file.name for file in tree.files if f".{tree.save_id}{SUFFIX}" in file.name]
@@ -166,15 +169,16 @@ class _Index(ManifestIndex):
         is_first = not kept and self.prefix not in self.manifest.trees
         if not (is_first and store.kinds().keys().isdisjoint(names)):
             names = unique_names(names, tree.save_id)
-        if any(name.endswith(PRIVATE) for name in kept):  # nobody shall take the rest for the whole
+        if any(name.endswith(PRIVATE) for name in kept):
+            # Other readers cannot read the kept files, and must not take the new files for the whole tree.
             names = [name + PRIVATE for name in names]
         finals = dict(zip(new, names, strict=True)) | {name: _free_name(store, upload, name) for name in kept}
         return [finals[file.name] for file in tree.files]
 
 
 def _free_name(store: Store, upload: Upload, planned: str) -> str:
-    """Return the name for a file that is kept; another one if the place has another file of that name, as a copy of the
-    directory that it is kept from does."""
+    """Return the name for a file that the save keeps. If the place has another file of the planned name, as a copy of
+    the reused directory does, return a free name."""
     name = planned
     while store.kind(name) and not upload.is_published(planned, name):
         name = renumbered(name)
@@ -182,7 +186,7 @@ def _free_name(store: Store, upload: Upload, planned: str) -> str:
 
 
 def _tidy(manifest: Manifest, store: Store, upload: Upload) -> None:
-    if on_disk(store) is None:  # other saves may be under way, and the upload knows what may be removed
+    if on_disk(store) is None:  # other saves may be under way, and the upload removes the old files itself
         _bring_up_to_date_without_locks(manifest, store, upload)
         return
     there = store.kinds()
@@ -192,7 +196,8 @@ def _tidy(manifest: Manifest, store: Store, upload: Upload) -> None:
 
 
 def _bring_up_to_date_without_locks(manifest: Manifest, store: Store, upload: Upload) -> None:
-    """Write the indexes for other readers until they are those of the manifest that is there afterwards."""
+    """Write the indexes for other readers, again and again until the manifest did not change while they were written:
+    the last of several concurrent saves leaves indexes that match."""
     while True:
         try:
             bring_up_to_date(store, store.kinds(), upload, manifest)
@@ -210,8 +215,8 @@ def _saves_in(manifest: Manifest) -> dict[str, str]:
 
 
 def _leftovers(store: Store, names: Iterable[str], named: set[str], bases: set[str]) -> list[str]:
-    """List the files of earlier saves of the trees that the manifest has. Those of other trees stay: people copy single
-    files. So do files that eformer did not write."""
+    """List the files of earlier saves of the trees in the manifest. Files of other trees stay, because people copy
+    single files; files that eformer did not write stay as well."""
     return [
         name
         for name in names
@@ -222,7 +227,7 @@ def _leftovers(store: Store, names: Iterable[str], named: set[str], bases: set[s
 
 
 def _metadata(store: Store, name: str) -> Mapping[str, str]:
-    """Return what a file says of itself; nothing if it does not begin like a safetensors file."""
+    """Return the metadata of a file; nothing if it does not begin like a safetensors file."""
     with suppress(FormatError, OSError):
         return read_metadata(store, name)
     return {}
@@ -233,11 +238,11 @@ def _metadata(store: Store, name: str) -> Mapping[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile(_Safetensors):
-    """The format of one save to a file. `tensors` has what each leaf is called in it, in the order of the tree.
+    """The format of one save to a file. `tensors` has each leaf's name in the file, in the order of the tree.
 
-    With `overwrite` it may replace a file that another program wrote.
+    With `overwrite` the save may replace a file that another program wrote.
 
-    The header has the manifest in it. Digests have a fixed width, so its length is known before they are.
+    The header contains the manifest. Digests have a fixed width, so its length is known before the digests are.
     """
 
     header_needs_digests: ClassVar = True
@@ -255,10 +260,10 @@ class SafetensorsFile(_Safetensors):
 
     def layout(self, groups: Sequence[Sequence[Source]], sha256: Mapping[str, str]) -> list[PlannedFile]:
         sources = [source for group in groups for source in group]
-        file, *others = plan_files(sources, self.tensors, 2**63, self.tree.block) or [PlannedFile("", [], 0)]
-        if others:
+        file, *more = plan_files(sources, self.tensors, 2**63, self.tree.block) or [PlannedFile("", [], 0)]
+        if more:
             raise FormatError(
-                f"{self.index_name}: too many leaves for the header of one file; save to a directory"
+                f"{self.index_name}: the tree has too many leaves for the header of one file; save to a directory"
             )
         file.name = self.index_name
         file.header = self.header(file, sha256)
@@ -280,8 +285,8 @@ class SafetensorsFile(_Safetensors):
     # -------------------------------------------------------------------------------------- commit
 
     def check_place(self, store: Store) -> bool:
-        """Refuse to replace a file of a checkpoint, or one that holds another tree than this save. Of a link only
-        itself is replaced, never its target."""
+        """Refuse to replace a file of a checkpoint in a directory, or a file that holds another tree. A link is
+        replaced itself, never its target."""
         path = store.path_to(self.index_name)
         kind = store.kind(self.index_name)
         if kind is None:
@@ -293,7 +298,7 @@ class SafetensorsFile(_Safetensors):
             return True
         try:
             found = find(path)
-        except (FileNotFoundError, CorruptionError):  # it is gone; or eformer wrote it, and it is damaged
+        except (FileNotFoundError, CorruptionError):  # it was removed, or it is a damaged file by eformer
             return True
         except FormatError as error:
             self._require_overwrite(store, f"cannot be read: {error}")
@@ -301,10 +306,10 @@ class SafetensorsFile(_Safetensors):
         if found.path != path:
             there = "" if found.path.endswith(INDEX_SUFFIX) else "there, or "
             raise ValueError(f"{path} belongs to the checkpoint {found.path}; save {there}to another file")
-        others = set(found.trees) - {self.prefix}
-        if others and found.manifest.format not in FOREIGN:
+        lost = set(found.trees) - {self.prefix}
+        if lost and found.manifest.format not in FOREIGN:
             raise ValueError(
-                f"{path} holds the tree {sorted(others)}, and one file holds one tree; save to a directory to keep "
+                f"{path} holds the tree {sorted(lost)}, and one file holds one tree; save to a directory to keep "
                 "several"
             )
         if found.manifest.format in FOREIGN and not is_marked(found.tree(None).raw_metadata):
@@ -312,7 +317,8 @@ class SafetensorsFile(_Safetensors):
         return True
 
     def _require_overwrite(self, store: Store, problem: str) -> None:
-        """Refuse to replace a file that may be all that somebody has of a model. An empty file is nothing to lose."""
+        """Refuse to replace a file that may be the only copy of a model, unless `overwrite` is set. An empty file may
+        be replaced."""
         if not self.overwrite and store.read(self.index_name, 0, 0)[1].nbytes:
             raise FileExistsError(
                 f"{store.path_to(self.index_name)} {problem}; to replace it, remove it first or pass overwrite=True to "
@@ -333,7 +339,7 @@ class SafetensorsFile(_Safetensors):
 
 
 class _NoIndex(NoIndex, frozen=True):
-    """The file itself is all there is to swap."""
+    """The index of a single file. It is empty: a commit swaps the file itself."""
 
     barred: tuple[str, ...] = ()
 

@@ -1,4 +1,4 @@
-"""Write a directory of zarr arrays under one index; or without one, as another program would."""
+"""Write a directory of zarr arrays, under one index or without an index, as other programs do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 from eformer._engine.formats.write_format import ManifestIndex, is_committed, other_format
-from eformer._engine.formats.zarr.layout import own_nbytes, plan_arrays
+from eformer._engine.formats.zarr.layout import plan_arrays
 from eformer._engine.formats.zarr.read import array_at, discover, read_index, structure_of
 from eformer._engine.record.indexes import FORMAT, INDEX, MANIFEST, ORBAX_TREE, Index, Listed
 from eformer._engine.record.manifest import CommitLog, Manifest, TreeEntry
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class ZarrArrays:
     """The format of one save of arrays. `arrays` has the array of every leaf, by name, in the order of the tree.
 
-    Without an index (`has_index=False`) the arrays carry no mark, and look like those of any other program.
+    Without an index (`has_index=False`) the arrays carry no mark, and look like arrays of any other program.
     """
 
     name: ClassVar = FORMAT
@@ -65,26 +65,29 @@ class ZarrArrays:
 
     @property
     def root(self) -> str:
-        """The directory of a tree whose plain name is taken. Leaves have no dots in their names, so it is never in the
-        way of one."""
+        """The directory of a tree whose plain name is taken. Its dots keep it apart from every leaf: paths of leaves
+        have none."""
         return f"{self.base}.ocdbt.{self.save_id}" if self.options.ocdbt else f"{self.base}.{self.save_id}"
 
-    own_nbytes = staticmethod(own_nbytes)
+    def own_nbytes(self, source: Source) -> int:
+        return source.itemsize * sum(box.size for box in source.own_regions)
 
     def begin(self, store: Store, token: str = "", *, is_first: bool = False) -> Upload:
         directory = on_disk(store)
         if not self.has_index and directory is None:
-            # Where nothing can be renamed, arrays have their plain names at once.
+            # A bucket cannot rename, so the arrays are written under their plain names.
             if self.several:
                 raise ValueError(
-                    f"{store.url}: write_index=False is for one process in a bucket; save with an index"
+                    f"{store.url}: in a bucket, write_index=False needs a single process; save with an index"
                 )
             return store.begin(self.base if self.prefix else "")
         if not self.options.ocdbt:
             save_id = self.save_id if self.has_index else ""
             return store.begin(self.root, token, save_id=save_id, is_first=is_first)
         if directory is None:
-            raise ValueError(f"{store.url}: SaveOptions.ocdbt needs a local directory")
+            raise ValueError(
+                f"{store.url}: SaveOptions.ocdbt needs a local directory; save there, or without ocdbt"
+            )
         return DatabaseUpload(directory, token, mark=self.mark, process=self.process, is_first=is_first)
 
     # ---------------------------------------------------------------------------------------- plan
@@ -98,7 +101,8 @@ class ZarrArrays:
         return file.header
 
     def process_file(self, files: Sequence[PlannedFile], sha256: Mapping[str, str]) -> PlannedFile | None:
-        """The record of a process may be long: it lies beside the first array that the process writes."""
+        """Return the file with the record of this process, beside the first array that the process writes: a record may
+        be too long for `.zarray`."""
         if not files:
             return None
         leaves = {array.path: name for name, array in self.arrays.items()}
@@ -131,7 +135,8 @@ class ZarrArrays:
         return False
 
     def _require_short_paths(self, store: Store) -> None:
-        """Refuse paths that could be written, by names below an open directory, and not be read again as a whole."""
+        """Refuse paths that are too long to be opened. They could be written, relative to an open directory, but not
+        be read by their full path."""
         if not self.options.ocdbt:
             longest = max((array.path for array in self.arrays.values()), key=len, default="")
             require_short(store, f"{self.root}/{longest}/{'0' * 20}")
@@ -151,11 +156,13 @@ class _ArraysIndex(ManifestIndex):
 
     def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
         fmt = self.format
-        if self.found is None and on_disk(store) is not None and store.exists(MANIFEST):  # it has come since
+        # Another save may have written it since the check.
+        if self.found is None and on_disk(store) is not None and store.exists(MANIFEST):
             raise other_format(store, MANIFEST)
         if self.found is not None and not fmt.has_index:
             raise ValueError(
-                f"{store.path_to(INDEX)} is there: beside it, arrays that it does not list would not be found"
+                f"{store.path_to(INDEX)} exists, and arrays beside it that it does not list would not be found; "
+                "save to another directory, or with an index"
             )
         index = self.found or self._of_others(store)
         root, moves = self._final_places(index, store, upload)
@@ -183,11 +190,11 @@ class _ArraysIndex(ManifestIndex):
         return Change(moves, encoded, manifest, tuple(self._replaced(index)), tidy=tidy)
 
     def _of_others(self, store: Store) -> Index:
-        """Make an index of the arrays that another program has put here: they stay a tree without a prefix, unless
-        this save is one."""
+        """Make an index that lists the arrays of another program in the directory as a tree without a prefix. A save
+        without a prefix begins an empty index."""
         is_beside = self.format.has_index and self.format.prefix
         listed = discover(store) if is_beside else ()
-        found = [one for one in listed if (there := array_at(store, one.path)) and not there.eformer]
+        found = [array for array in listed if (there := array_at(store, array.path)) and not there.eformer]
         for array in found:
             if not is_text(array.path):
                 raise FormatError(
@@ -197,17 +204,16 @@ class _ArraysIndex(ManifestIndex):
         return Index(arrays=found) if found else Index()
 
     def _final_places(self, index: Index, store: Store, upload: Upload) -> tuple[str, dict[str, str]]:
-        """Choose plain names for a first save; a name that an index ever gave is not given twice."""
+        """Choose plain names for a first save, else a directory with the save's id: a name that an index ever used is
+        not used again."""
         fmt, contents = self.format, upload.names()
-        if not fmt.has_index and on_disk(store) is None:
-            self._require_unused(store)
-            return "", {}
-        if on_disk(store) is not None:
-            self._require_listed(contents, store)
+        if on_disk(store) is None:  # objects cannot be renamed
+            if not fmt.has_index:
+                self._require_unused(store)
+            return (fmt.root, {"": fmt.root}) if fmt.has_index and contents else ("", {})
+        self._require_listed(contents, store)
         if not contents:
             return "", {}
-        if on_disk(store) is None:
-            return fmt.root, {"": fmt.root}
         there = store.kinds().keys()
         is_first = fmt.prefix not in index.listed()
         if is_first and not fmt.prefix and not fmt.options.ocdbt and there.isdisjoint(contents):
@@ -219,7 +225,7 @@ class _ArraysIndex(ManifestIndex):
         return root, {"": root}
 
     def _require_listed(self, contents: Sequence[str], store: Store) -> None:
-        """Refuse to commit what the directory of new files does not list: a network file system may show it later."""
+        """Refuse to commit arrays that the directory of new files does not list yet, as on a network file system."""
         written = {array.path.split("/")[0] for array in self.format.arrays.values()}
         lost = [] if self.format.options.ocdbt and contents else sorted(written.difference(contents))
         if lost:
@@ -228,7 +234,7 @@ class _ArraysIndex(ManifestIndex):
             )
 
     def _require_unused(self, store: Store) -> None:
-        """Refuse plain names that are taken."""
+        """Refuse to write to plain names that are taken."""
         fmt = self.format
         tops = {fmt.base} if fmt.prefix else {array.path.split("/")[0] for array in fmt.arrays.values()}
         there = store.kinds().keys() if is_there(store) else set()
@@ -236,7 +242,7 @@ class _ArraysIndex(ManifestIndex):
             raise _not_told_apart(store, taken)
 
     def _replaced(self, index: Index) -> Iterator[Replaced]:
-        """List the directories that nobody will look for any more."""
+        """List the directories that the next index no longer names, to be removed."""
         prefix, listed = self.format.prefix, index.listed()
         tops = {p: {array.path.split("/")[0] for array in arrays} for p, arrays in listed.items()}
         kept = {name for p, names in tops.items() if p != prefix for name in names}
@@ -244,7 +250,8 @@ class _ArraysIndex(ManifestIndex):
         mark = tree.save_id if tree else ""
         arrays: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
         for array in listed.get(prefix, ()) if not mark else ():
-            if array.shape is not None:  # else a save of ours has only found it here: nobody may remove it
+            # An array without a shape is another program's: a save of eformer only listed it, and it must stay.
+            if array.shape is not None:
                 arrays.setdefault(array.path.split("/")[0], []).append((array.path, array.shape))
         for name in sorted(tops.get(prefix, set()) - kept):
             yield Replaced(name, mark, tuple(arrays.get(name, ())))
@@ -252,13 +259,13 @@ class _ArraysIndex(ManifestIndex):
 
 def _not_told_apart(store: Store, names: set[str]) -> FileExistsError:
     return FileExistsError(
-        f"{store.url} has {sorted(names)[:8]}; without an index nothing could tell which arrays are the new ones. Save "
-        "to another directory, or with an index"
+        f"{store.url} has {sorted(names)[:8]}; without an index nothing could tell the new arrays from the old ones. "
+        "Save to another directory, or with an index"
     )
 
 
 def _remove_structure(prefix: str, store: Store, upload: Upload) -> None:
-    """Remove the original's record of the structure of a tree that is gone."""
-    with suppress(FileNotFoundError, StructureError):  # it is something else
+    """Remove the structure file of a tree by the original package that was replaced."""
+    with suppress(FileNotFoundError, StructureError):  # the file is another program's
         if structure_of(store, prefix):
             upload.remove([f"{prefix}_structure.json"])

@@ -1,7 +1,7 @@
 """Parse the original's `<prefix>_structure.json`: the structure of a tree, its leaves and their names.
 
-Its pickles are read as data: nothing in them is run or imported. One has the tree definition, JAX's list of nodes,
-(kind, arity, data, class or None, number of leaves, number of nodes); children come before their parents:
+Its pickles are read as data: nothing in them is run or imported. The pickle of the tree definition is JAX's list of
+nodes, (kind, arity, data, class or None, number of leaves, number of nodes); children come before their parents:
 
     0 leaf      2 tuple                         4 list                           6 custom, data: auxiliary data
     1 None      3 namedtuple, data: the class   5 dict, data: the sorted keys    7 dataclass, data: static values
@@ -21,9 +21,9 @@ from eformer._engine.formats.pickles import (
     ACTIONS,
     Global,
     Machine,
-    Object,
     PickledDict,
     PickledFrozenSet,
+    PickledObject,
     PickledSet,
     refuse,
     run,
@@ -46,10 +46,11 @@ _MAX_VALUE_DEPTH = 64
 
 @dataclass(frozen=True, slots=True)
 class OriginalStructure:
-    """A tree that the original saved, described as eformer records its own.
+    """A tree that the original saved, described in eformer's terms.
 
-    `document` is its structure. Of the leaves that this names, `arrays` has the paths below the directory of the
-    checkpoint, and `values` has the JSON of those that are not arrays.
+    document  its structure, which names the leaves
+    arrays    for each leaf that is an array, its path below the directory of the checkpoint
+    values    for each other leaf, its JSON
     """
 
     prefix: str
@@ -59,8 +60,8 @@ class OriginalStructure:
     extras: dict[str, Any]
 
 
-def parse_structure(data: bytes, origin: str) -> OriginalStructure:
-    """Parse the bytes of the file `origin`; raise a FormatError that names it if they are not of this format."""
+def parse_original_structure(data: bytes, origin: str) -> OriginalStructure:
+    """Parse the contents of the file `origin`. Raise a FormatError that names the file if they are invalid."""
     try:
         file = parse_lenient(data, _File, "damaged, or not the structure of a tree")
         plain = PlainDecoder(budget=8 * len(data))
@@ -73,7 +74,7 @@ def parse_structure(data: bytes, origin: str) -> OriginalStructure:
         return OriginalStructure(file.prefix, document, translator.arrays, translator.values, file.extras)
     except FormatError as error:
         raise FormatError(f"{origin}: {error}") from error
-    except Exception as error:  # hostile bytes may raise anything
+    except Exception as error:  # hostile bytes may raise errors of any kind
         raise FormatError(f"{origin} is damaged, or not the structure of a tree: {error!r}") from error
 
 
@@ -94,7 +95,7 @@ class _File(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """The original's key of a leaf, and the path of an array or the JSON of a value; neither for None."""
+    """The original's key of a leaf, with the path of an array or the JSON of a value. A leaf None has neither."""
 
     key: str
     path: str | None = None
@@ -110,7 +111,9 @@ def _parse_leaves(file: _File, plain: PlainDecoder) -> Iterator[_Leaf]:
         if is_array:
             yield _Leaf(key, path=_require_inside(next(paths)))
         else:
-            yield _Leaf(key, value=value_to_json(plain.decode(unpickle(file.nonarray_payload[str(index)]))))
+            yield _Leaf(
+                key, value=value_to_json(plain.decode(decode_pickle(file.nonarray_payload[str(index)])))
+            )
 
 
 def _require_consistent(file: _File) -> None:
@@ -150,7 +153,7 @@ FACTORIES = {f"builtins:{kind.__name__}" for kind in _PLAIN_TYPES} | {"collectio
 
 class _Machine(Machine):
     def find(self, module: Any, name: Any) -> Global:
-        """Return the name of a class; refuse the names that attacks use and trees do not, though none is imported."""
+        """Return the name of a class. Refuse names that only attacks use, although no name is ever imported."""
         found: Global = super().find(module, name)
         is_tool = module.partition(".")[0] in sys.stdlib_module_names or module.startswith("numpy.")
         if is_tool and str(found) not in FACTORIES | {"collections:defaultdict"}:
@@ -158,12 +161,12 @@ class _Machine(Machine):
         return found
 
 
-def unpickle(encoded: str) -> Any:
-    """Read a pickle, in base64, into plain values, `Global`s and `Object`s. Nothing is imported or called."""
+def decode_pickle(encoded: str) -> Any:
+    """Read a pickle in base64 into plain values, `Global`s and `PickledObject`s. Nothing is imported or called."""
     data = base64.b64decode(encoded, validate=True)
     value, end = run(_Machine(), data, ACTIONS, _HINT)
     if end != len(data):
-        refuse("a pickle has more in it than one value")
+        refuse("a pickle does not hold exactly one value")
     return value
 
 
@@ -185,13 +188,13 @@ _CONTAINERS: dict[type, Callable[[list[Any]], Any]] = {
 class PlainDecoder:
     """A decoder of plain values from the contents of pickles.
 
-    It stops when the values have used up `budget`: references let a short pickle stand for a huge value.
+    It stops when the values have used up `budget`, because references let a short pickle stand for a huge value.
     """
 
     budget: int
 
     def decode(self, found: Any, depth: int = 0) -> Any:
-        """Return the plain value; raise a NotPlainError if it is not one."""
+        """Return the plain value. Raise a NotPlainError for other objects."""
         self.budget -= 1 + sys.getsizeof(found) // 64
         if self.budget < 0 or depth > _MAX_VALUE_DEPTH:
             refuse("a value is far larger than its pickle, nested too deep, or contains itself")
@@ -200,12 +203,12 @@ class PlainDecoder:
             return found
         if kind in _CONTAINERS:
             return _CONTAINERS[kind]([self.decode(item, depth + 1) for item in found])
-        if kind is Object and str(found.made_by) == _COMPLEX:
+        if kind is PickledObject and str(found.made_by) == _COMPLEX:
             return complex(*self.decode(found.arguments, depth + 1))
         raise NotPlainError(found if kind is Global else found.made_by)
 
     def to_json(self, found: Any) -> Any:
-        """Encode auxiliary data. Unlike a leaf or a key it may be opaque; the tree then needs a `like`."""
+        """Encode auxiliary data. Unlike a leaf or a key it may be opaque; a load of the tree then needs a `like`."""
         if type(found) is Global and found.module in _DTYPE_MODULES and found.name in DTYPES:
             return {found.module: found.name}
         try:
@@ -222,7 +225,7 @@ _DTYPE_MODULES = ("numpy", "ml_dtypes", "jax.numpy")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """A node of the tree, with the number of its leaves and the index of the first."""
+    """A node of the tree, with the number of its leaves and the index of its first leaf."""
 
     kind: int
     data: Any
@@ -234,12 +237,12 @@ class Node:
 
 
 def parse_treedef(encoded: str) -> Node:
-    """Parse a pickled tree definition, in base64, and return its root. Nothing in it is run or imported."""
-    return _assemble(_node_list(unpickle(encoded)))
+    """Parse a pickled tree definition in base64, and return its root. Nothing in it is run or imported."""
+    return _assemble(_node_list(decode_pickle(encoded)))
 
 
 def _node_list(treedef: Any) -> list[Any]:
-    if type(treedef) is not Object:
+    if type(treedef) is not PickledObject:
         refuse("treedef_b64 holds no tree definition")
     if not treedef.made_by.module.startswith("jaxlib.") or treedef.made_by.name != "PyTreeDef":
         raise NotPlainError(treedef.made_by)
@@ -256,17 +259,17 @@ def _assemble(nodes: list[Any]) -> Node:
     leaf_count = 0
     for kind, arity, data, node_class, leaves, _ in nodes:
         if not type(kind) is type(arity) is type(leaves) is int:
-            refuse("a node has something else where its numbers are")
+            refuse("a node has values of other types in place of its numbers")
         if not 0 <= arity <= len(waiting):
-            refuse(f"a node wants {arity} children, there are {len(waiting)}")
+            refuse(f"a node needs {arity} children, but {len(waiting)} come before it")
         start = len(waiting) - arity
         children, waiting[start:] = waiting[start:], []
         waiting.append(_node(kind, data, node_class, children, leaf_count))
         leaf_count += kind == LEAF
         if leaves != waiting[-1].leaves:
-            refuse(f"a node of {waiting[-1].leaves} leaves says that it has {leaves!r}")
+            refuse(f"a node claims {leaves!r} leaves, but has {waiting[-1].leaves}")
     if len(waiting) != 1:
-        refuse(f"treedef_b64 holds {len(waiting)} trees")
+        refuse(f"treedef_b64 holds {len(waiting)} trees, expected one")
     return waiting[0]
 
 
@@ -286,7 +289,8 @@ def _node(kind: Any, data: Any, node_class: Any, children: list[Node], leaf_coun
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """A node's JSON, with empty `slots` for its children; the keys of these, and how the original writes them."""
+    """The JSON of a node, with empty `slots` for its children, and the keys of the children, also as the original
+    writes them."""
 
     document: Any
     slots: Sequence[tuple[Any, Any]] = ()
@@ -323,7 +327,7 @@ def _in_pairs(document: Any, tag: str, keys: Sequence[Any]) -> _Level:
     return _Level(document, [(pair, 1) for pair in pairs], keys)
 
 
-# The name that JAX gives to a child for which its class has no key.
+# JAX's name for a child for which its class has no key.
 _FLAT_INDEX = re.compile(r"<flat index (\d+)>")
 
 
@@ -359,7 +363,7 @@ class _Translator:
             self.arrays[name] = leaf.path
         elif leaf.value is not None:
             self.values[name] = leaf.value
-        else:  # None is a leaf in the original, and a node in eformer
+        else:  # None is a leaf in the original, but a node in eformer
             return None
         return name
 
@@ -408,7 +412,7 @@ class _Translator:
         return found.name if is_known else self.plain.to_json(found)
 
     def static_fields(self, names: Any, values: Any) -> dict[str, Any] | None:
-        """Return a dataclass's auxiliary data by field, or None if there is anything else in it."""
+        """Return the auxiliary data of a dataclass by field; None if it contains other data."""
         if type(names) is not tuple or type(values) is not tuple or len(names) != len(values):
             return None
         pairs = list(zip(names, values, strict=True))
@@ -417,12 +421,13 @@ class _Translator:
         return {str(name): self.plain.to_json(value) for name, value in pairs if type(name) is _Field}
 
     def child_names(self, node: Node, original_keys: _Path, known: Sequence[str]) -> list[str]:
-        """Return the names of the children by leaf_keys_full; for those without leaves, by their class or position."""
-        others = known if len(known) == len(node.children) else range(len(node.children))
+        """Return the names of the children by leaf_keys_full. Children without leaves are named by their class or
+        position."""
+        usual = known if len(known) == len(node.children) else range(len(node.children))
         above = ".".join((*filter(None, [self.prefix]), *original_keys, "")) if node.leaves else ""
         names = [
-            self.next_part(child, above) if child.leaves else str(other)
-            for child, other in zip(node.children, others, strict=True)
+            self.next_part(child, above) if child.leaves else str(name)
+            for child, name in zip(node.children, usual, strict=True)
         ]
         if len(set(names)) < len(names):
             refuse(f"two children have the same name, below {above[:200]!r}")
@@ -431,7 +436,7 @@ class _Translator:
     def next_part(self, child: Node, above: str) -> str:
         key = self.leaves[child.first_leaf].key
         if not key.startswith(above):
-            refuse(f"leaf_keys_full has {key[:200]!r} where the tree has something below {above[:200]!r}")
+            refuse(f"leaf_keys_full has {key[:200]!r} where the tree has a leaf below {above[:200]!r}")
         below = key[len(above) :]
         return below if child.kind == LEAF else below.partition(".")[0]
 
@@ -451,7 +456,7 @@ _LEVELS: dict[Any, Callable[[_Translator, Node, _Path], _Level]] = {
 
 
 class _Field(str):
-    """The name of a field, in place of its value."""
+    """The name of a field, used in place of its value."""
 
     __slots__ = ()
 
@@ -463,8 +468,8 @@ def _class_name(found: Any) -> str:
 
 
 def _resolve(name: str) -> Any:
-    """Return the class of this name if a tree may contain it, or None. Without jax imported, return None."""
-    # Tools that only look at files run without jax, and so without this module; a load has imported it.
+    """Return the class of this name if a tree may contain it, else None. Without jax imported, return None."""
+    # Tools that only look at files run without jax, and so without this module. A load has imported it.
     nodes = sys.modules.get("eformer._engine.trees.nodes")
     try:
         return nodes and nodes.resolve_class(name)
@@ -473,7 +478,7 @@ def _resolve(name: str) -> Any:
 
 
 def _prototype(name: str) -> tuple[list[str], Any]:
-    """Return the fields of a dataclass that are children, and its auxiliary data with names in place of values."""
+    """Return a dataclass's fields that are children, and its auxiliary data with names in place of values."""
     kind = _resolve(name)
     if not is_dataclass(kind):
         return [], None
@@ -481,11 +486,13 @@ def _prototype(name: str) -> tuple[list[str], Any]:
     try:
         level = sys.modules["eformer._engine.trees.nodes"].dataclass_level(kind, names, {})
         return list(level.keys), level.aux
-    except Exception:  # noqa: BLE001  the class's own functions may raise anything
+    except Exception:  # noqa: BLE001  the class's own functions may raise errors of any kind
         return [], None
 
 
 def _is_empty_instance(found: Any, kind: type) -> bool:
-    """Tell whether a pickle makes `found` of this class, without arguments and state."""
-    is_of_kind = type(found) is Object and str(found.made_by) == f"{kind.__module__}:{kind.__qualname__}"
+    """Tell whether a pickle makes an instance of this class without arguments and state."""
+    is_of_kind = (
+        type(found) is PickledObject and str(found.made_by) == f"{kind.__module__}:{kind.__qualname__}"
+    )
     return is_of_kind and not found.arguments and found.state is None

@@ -1,4 +1,4 @@
-"""Find checkpoints in zarr arrays: by the manifest of eformer in an index, by the index alone, or by the arrays."""
+"""Find checkpoints in zarr arrays: by eformer's manifest in an index, by an index alone, or by the arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eformer._engine.formats.left_out import MOST_DEPTH, left_out
 from eformer._engine.formats.nested_names import nest, parts_of_path
 from eformer._engine.formats.process_records import joined_trees
 from eformer._engine.formats.zarr.layout import chunks_of, count_chunks
-from eformer._engine.formats.zarr.original_structure import OriginalStructure, parse_structure
+from eformer._engine.formats.zarr.original_structure import OriginalStructure, parse_original_structure
 from eformer._engine.record.digests import check_own_digest, has_own_digest
 from eformer._engine.record.indexes import FORMAT, INDEX, ORBAX_CHECKPOINT, ORBAX_TREE, Index, Listed
 from eformer._engine.record.manifest import (
@@ -48,7 +48,7 @@ _MOST_MARK = 64  # bytes
 Versions = dict[str, "Version"]
 
 _CHECKPOINTS = {INDEX, ORBAX_TREE, ORBAX_CHECKPOINT}  # files at the top of another checkpoint
-_SAVE = re.compile(r".+\.[0-9a-f]{16}")  # a directory in which a save has put its arrays, or is putting them
+_SAVE = re.compile(r".+\.[0-9a-f]{16}")  # a directory with the arrays of one save, finished or not
 
 
 def by_index(place: Place) -> Found | None:
@@ -59,28 +59,30 @@ def by_index(place: Place) -> Found | None:
         return None
     manifest = index.manifest(store.path_to(INDEX))
     versions = {INDEX: version}
-    others = {prefix: listed for prefix, listed in index.listed().items() if prefix not in manifest.trees}
+    foreign_trees = {p: listed for p, listed in index.listed().items() if p not in manifest.trees}
     describe = {
-        prefix: partial(_listed_tree, store, prefix, arrays, versions) for prefix, arrays in others.items()
+        prefix: partial(_listed_tree, store, prefix, arrays, versions)
+        for prefix, arrays in foreign_trees.items()
     }
     also = {}
-    if list(others) == [""]:  # version 1.0 had no prefixes: they were directories
-        also = _directories(store, others[""], versions)
+    if list(foreign_trees) == [""]:  # version 1.0 of the original had directories in place of prefixes
+        also = _directories(store, foreign_trees[""], versions)
     if not index.is_ours:
         manifest = Manifest(format=FOREIGN)
     trees = joined_trees(store, manifest.trees, describe, also)
-    unread = partial(left_out, store, {array.path for arrays in others.values() for array in arrays})
+    read = {array.path for arrays in foreign_trees.values() for array in arrays}
+    unread = partial(left_out, store, read)
     foreign = Foreign() if index.is_ours else Foreign(find_left_out=unread)
     marks = partial(_damaged_marks, store, manifest)
     return Found(store.url, store, manifest, trees, versions=versions, foreign=foreign, check_beside=marks)
 
 
 def _damaged_marks(store: Store, manifest: Manifest) -> list[Damage]:
-    """Compare the marks of databases, without which a save would not remove them, with the manifest."""
+    """Compare the marks of databases with the manifest. A save removes a replaced database only by its mark."""
     found = []
     for tree in manifest.trees.values():
         if not tree.is_database or not store.exists(f"{tree.root}/{DATABASE_MANIFEST}"):
-            continue  # it is reported if the whole database is gone
+            continue  # a database that is missing is reported as such
         name = f"{tree.root}/{DATABASE_MARK}"
         try:
             mark = store.read(name, 0, _MOST_MARK)[0].decode(errors="replace")
@@ -94,7 +96,7 @@ def _damaged_marks(store: Store, manifest: Manifest) -> list[Damage]:
 
 
 def _listed_tree(store: Store, prefix: str, listed: list[Listed], versions: Versions) -> TreeEntry:
-    """Describe a tree of the original package: by its structure file, or as nested dicts."""
+    """Describe a tree of the original package by its structure file, or as nested dicts without one."""
     metadata = _metadata(store)
     unreadable = None
     try:
@@ -105,9 +107,9 @@ def _listed_tree(store: Store, prefix: str, listed: list[Listed], versions: Vers
             return tree_of_arrays(
                 store, arrays, versions, structure=found.document, values=found.values, metadata=metadata
             )
-    except StructureError as error:  # the arrays can still be loaded into a tree of the caller's
+    except StructureError as error:  # the arrays can still be loaded with a `like`
         unreadable = {UNREADABLE: str(error)}
-    below = prefix.replace(".", "/")  # as the original named its directories
+    below = prefix.replace(".", "/")  # the directory of the prefix, as the original named it
     tree = tree_of_arrays(store, counted_from(below, listed), versions, metadata=metadata)
     if unreadable is not None:
         tree = msgspec.structs.replace(tree, structure=msgspec.Raw(msgspec.json.encode(unreadable)))
@@ -115,21 +117,21 @@ def _listed_tree(store: Store, prefix: str, listed: list[Listed], versions: Vers
 
 
 def structure_of(store: Store, prefix: str) -> OriginalStructure | None:
-    """Read the original's record of the structure of a tree; None if there is none."""
+    """Read the original's structure file of a tree; None if it has none."""
     name = f"{prefix}_structure.json"
     if not prefix or not is_inside(name) or "/" in name or not store.exists(name):
         return None
     try:
-        found = parse_structure(read_whole(store, name)[0], store.path_to(name))
+        found = parse_original_structure(read_whole(store, name)[0], store.path_to(name))
     except FormatError as error:
         raise StructureError(str(error)) from error
     if found.prefix != prefix:
-        raise StructureError(f"{store.path_to(name)} is for the prefix {found.prefix!r}, not for {prefix!r}")
+        raise StructureError(f"{store.path_to(name)} is for the prefix {found.prefix!r}, expected {prefix!r}")
     return found
 
 
 def _metadata(store: Store) -> dict[str, Any]:
-    """Read the metadata that the original package wrote beside its index, once for all prefixes."""
+    """Read the metadata that the original package wrote beside its index, one file for all prefixes."""
     try:
         data, _ = read_whole(store, _METADATA)
     except FileNotFoundError:
@@ -139,7 +141,8 @@ def _metadata(store: Store) -> dict[str, Any]:
 
 
 def without_index(place: Place) -> Found | None:
-    """Describe the arrays of a directory without an index as one tree, and each directory in it also as a prefix."""
+    """Describe the arrays of a directory without an index as one tree, and each of its directories as a prefix as
+    well."""
     store = place.store
     listed = list(discover(store))
     if not listed:
@@ -177,13 +180,13 @@ def _directories(
 
 
 def to_metadata(attributes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return attributes as metadata of the tree: those of the root by their names, those of a path under `PATH/`."""
+    """Return attributes as metadata of the tree: attributes of the root by their names, of a path under `PATH/`."""
     below = {f"{path}/": value_to_json(dict(found)) for path, found in attributes.items() if path and found}
     return below | {name: value_to_json(value) for name, value in attributes.get("", {}).items()}
 
 
 def read_attributes(store: Store, arrays: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Read the attributes of arrays of zarr 2, given by path, and of the groups that they are in."""
+    """Read the attributes of arrays of zarr 2, given by path, and of the groups around them."""
     found = {}
     for path in sorted({path for array in arrays for path in _upwards(array)}):
         name = f"{path}/{ZATTRS}" if path else ZATTRS
@@ -194,7 +197,7 @@ def read_attributes(store: Store, arrays: Iterable[str]) -> dict[str, dict[str, 
 
 
 def _upwards(path: str) -> Iterable[str]:
-    """Return a path and those above it, up to the root."""
+    """Yield a path and the paths above it, up to the root."""
     while path:
         yield path
         path = path.rpartition("/")[0]
@@ -205,7 +208,7 @@ def _upwards(path: str) -> Iterable[str]:
 
 
 def read_index(store: Store) -> tuple[Index | None, Version | None]:
-    """Read the index of a directory, by any program, and its version; None if it has none."""
+    """Read the index of a directory, by any program, and its version; None if the directory has no index."""
     origin = store.path_to(INDEX)
     try:
         data, entry = read_whole(store, INDEX)
@@ -229,7 +232,7 @@ def _check(index: Index, origin: str, *, has_digest: bool) -> None:
         raise FormatError(f"{origin} has an empty prefix")
     for prefix, arrays in index.listed().items():
         paths = [array.path for array in arrays]
-        for path in paths:  # also in an index by eformer: a digest is not a signature
+        for path in paths:  # also in an index by eformer: anyone can compute a digest
             if not is_inside(path):
                 raise FormatError(
                     f"{origin}: {path[:200]!r}, listed under {prefix!r}, leads out of the directory"
@@ -244,14 +247,15 @@ def _check(index: Index, origin: str, *, has_digest: bool) -> None:
 def discover(store: Store) -> Iterator[Listed]:
     """List all arrays below a directory, in order.
 
-    Links are not followed, and other checkpoints are not entered, nor saves to them that have not finished: in a bucket
-    those are in sight. Directories that may not be listed, such as lost+found, are skipped. A directory that does not
-    exist, or not any more, has no arrays.
+    Links are not followed. Other checkpoints are not entered, nor are unfinished saves to them, which are visible in a
+    bucket. Directories without permission to list them, such as lost+found, are skipped. A directory that does not
+    exist has no arrays.
     """
     todo = [("", 0)]
     while todo:
         path, depth = todo.pop()
-        with suppress(FileNotFoundError, *([PermissionError] if path else [])):  # somebody removes it
+        # A directory may be removed meanwhile.
+        with suppress(FileNotFoundError, *([PermissionError] if path else [])):
             kinds = store.kinds(path)
             if ZARRAY in kinds and path:
                 yield Listed(path)
@@ -262,7 +266,7 @@ def discover(store: Store) -> Iterator[Listed]:
 
 
 def array_at(store: Store, path: str) -> ZArray | None:
-    """Read the description of an array by any program. Return None if there is none, or one that makes no sense."""
+    """Read the description of an array by any program. Return None if it does not exist or is invalid."""
     with suppress(FileNotFoundError, FormatError):
         return parse_zarray(store.read(f"{path}/{ZARRAY}", 0, MOST_ZARRAY)[0], path)
     return None
@@ -278,10 +282,10 @@ class _Arrays:
 
     def add(self, listed: Listed) -> LeafEntry:
         path, name = listed.path, f"{listed.path}/{ZARRAY}"
-        raw = self._description(name)
-        array = parse_zarray(raw, self.store.path_to(name))
-        array.require_readable(self.store.path_to(name))
-        _check_listed(listed, array)
+        raw, where = self._description(name), self.store.path_to(name)
+        array = parse_zarray(raw, where)
+        array.require_readable(where)
+        _check_listed(listed, array, where)
         if array.eformer:
             raise NotFoundError(
                 f"{self.store.url} holds no checkpoint: the array {path} belongs to a save that has not finished, or "
@@ -295,7 +299,9 @@ class _Arrays:
         try:
             data, entry = self.store.read(name, 0, MOST_ZARRAY)
         except FileNotFoundError:
-            raise CorruptionError(f"{self.store.path_to(name)} is missing: there is no such array") from None
+            raise CorruptionError(
+                f"{self.store.path_to(name)} is missing, and with it the array; restore it from a copy"
+            ) from None
         self.versions[name] = entry.version
         return data
 
@@ -312,19 +318,19 @@ class _Arrays:
             if not array.compressor and sizes[name] != array.chunk_nbytes:
                 raise CorruptionError(f"{where} has {sizes[name]} bytes, expected {array.chunk_nbytes}")
             nbytes = sizes[name] if coding else array.nbytes_of(box.shape)
-            region = None if box.shape == array.shape else (box.start, box.stop)
-            yield Extent(len(self.files), 0, nbytes, "", region, coding)
+            part = None if box.shape == array.shape else (box.start, box.stop)
+            yield Extent(len(self.files), 0, nbytes, "", part, coding)
             self.files.append(DataFile(f"{path}/{name}", sizes[name]))
 
 
-def _check_listed(listed: Listed, array: ZArray) -> None:
-    """Refuse an array whose shape or dtype differs from the index, if that records them."""
+def _check_listed(listed: Listed, array: ZArray, where: str) -> None:
+    """Refuse an array whose shape or dtype differs from the index, if the index records them."""
     is_other_shape = listed.shape is not None and listed.shape != array.shape
     is_other_dtype = listed.dtype is not None and listed.dtype != array.name_of_dtype
     if is_other_shape or is_other_dtype:
         raise FormatError(
-            f"the index says {listed.dtype}{list(listed.shape or ())}, {ZARRAY} says "
-            f"{array.name_of_dtype}{list(array.shape)}"
+            f"{where} describes {array.name_of_dtype}{list(array.shape)}, but the index says "
+            f"{listed.dtype}{list(listed.shape or ())}; restore both files from one copy"
         )
 
 
@@ -372,7 +378,7 @@ def tree_of_arrays(
 
 
 def counted_from(directory: str, listed: Sequence[Listed]) -> dict[str, Listed]:
-    """Return the arrays by their paths relative to a directory."""
+    """Return the arrays by their paths relative to `directory`, and arrays outside it by their whole paths."""
     start = f"{directory}/" if directory else ""
     found = {array.path.removeprefix(start): array for array in listed}
     if len(found) < len(listed):
