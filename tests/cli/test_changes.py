@@ -381,6 +381,30 @@ def test_an_interrupted_diff_exits_with_130(tmp_path, kill):
     assert process.returncode != 130 or b"interrupted" in said
 
 
+_INTERRUPTED_IMPORT = """
+import signal, sys
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "numpy":
+            try:
+                signal.raise_signal(signal.{kill})
+            except KeyboardInterrupt:
+                raise ImportError("the extension module forgets what has happened") from None
+
+sys.meta_path.insert(0, Finder())
+from eformer.cli.commands import main
+main(["diff", "a", "b"])
+"""
+
+
+@pytest.mark.parametrize("kill", ["SIGINT", "SIGTERM"])
+def test_an_interrupted_import_exits_with_130(kill):
+    program = [sys.executable, "-c", _INTERRUPTED_IMPORT.format(kill=kill)]
+    done = subprocess.run(program, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+
+
 def test_help_shows_examples_as_they_are_typed():
     shown = run("convert", "--help").stdout
     assert "\n  eformer convert ./orbax/100 ./checkpoint --to tensorstore\n" in shown

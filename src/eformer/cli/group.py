@@ -10,6 +10,7 @@ import re
 import sys
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -93,8 +94,23 @@ def _until_closed(stream: Any) -> Any:
     )
 
 
+class Command(click.Command):
+    """A command that imports numpy, late: `--help` should not wait for it."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from eformer._engine.tasks.interrupts import held_back
+
+        # An extension module that is interrupted while it is imported raises ImportError, without a trace of the
+        # Ctrl-C. So the signal waits until the modules are there.
+        with held_back():
+            import_module("eformer._engine.record.manifest")
+        return super().invoke(ctx)
+
+
 class Commands(click.Group):
     """Turn errors into one red line, and with `--json` into JSON. `--debug` shows the traceback."""
+
+    command_class = Command
 
     def main(self, *args: Any, **options: Any) -> Any:
         with _readers_may_go():

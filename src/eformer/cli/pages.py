@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from eformer.cli import options
-from eformer.cli.group import Size, print_json, say, wants_bar
+from eformer.cli.group import Command, Size, print_json, say, wants_bar
 
 if TYPE_CHECKING:
     from eformer._engine.pages.requests import Site
 
 
-@click.command()
+@click.command(cls=Command)
 @options.path
 @click.option("--against", type=click.Path(), metavar="OTHER", help="Compare with another checkpoint.")
 @click.option("--output", "-o", type=click.Path(), help="The file to write, - for standard output.")
@@ -91,7 +91,7 @@ def default_name(path: str) -> str:
     return f"{'-'.join(parts[-1:]) or 'checkpoint'}-report.html"
 
 
-@click.command()
+@click.command(cls=Command)
 @options.path
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at.")
 @click.option(
