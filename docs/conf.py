@@ -53,13 +53,13 @@ RESULTS = {
     "Conversion",
     "Diff",
     "DryRun",
+    "Inspection",
     "LoadReport",
-    "Manifest",
     "Pending",
     "Pruned",
-    "Report",
     "Resumed",
     "Step",
+    "Verification",
     "View",
 }
 

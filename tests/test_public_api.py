@@ -218,16 +218,16 @@ def test_the_engine_offers_what_is_documented_and_no_more():
         "DryRun",
         "Every",
         "HtmlReport",
+        "Inspection",
         "Keep",
         "LoadReport",
-        "Manifest",
         "Pending",
         "Pruned",
-        "Report",
         "Resumed",
         "Run",
         "SaveOptions",
         "Step",
+        "Verification",
         "View",
     }
     assert set(eformer.checkpoint.__all__) == set(CHECKPOINT) | nouns

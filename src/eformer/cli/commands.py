@@ -28,7 +28,7 @@ from eformer.cli.pages import report, serve
 
 if TYPE_CHECKING:
     from eformer._engine.tools.prune import Pruned
-    from eformer._engine.tools.verify import Report
+    from eformer._engine.tools.verify import Verification
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -164,7 +164,7 @@ def verify(paths: tuple[str, ...], step: int | None, key: str | None, as_json: b
     checked, codes = [], []
     for path in paths:
         try:
-            report = check(path, step=step, key=key, progress=wants_bar(quiet))
+            found = check(path, step=step, key=key, progress=wants_bar(quiet))
         except (ValueError, OSError) as error:
             if len(paths) == 1:
                 raise
@@ -172,10 +172,10 @@ def verify(paths: tuple[str, ...], step: int | None, key: str | None, as_json: b
             codes.append(exit_code("verify", error))
             print_error(str(error))
         else:
-            checked.append(_report_facts(report))
-            codes.append(0 if report.ok else 1)
+            checked.append(_verified_facts(found))
+            codes.append(0 if found.ok else 1)
             if not (as_json or quiet):
-                for each in report.steps or (report,):
+                for each in found.steps or (found,):
                     say(str(each), "green" if each.ok else "red")
     if as_json:
         print_json(checked[0] if len(paths) == 1 else checked)
@@ -183,14 +183,14 @@ def verify(paths: tuple[str, ...], step: int | None, key: str | None, as_json: b
         sys.exit(1 if 1 in codes else 2)
 
 
-def _report_facts(report: Report) -> dict[str, Any]:
-    """Return what a report says; of a run, also the reports of its steps."""
+def _verified_facts(found: Verification) -> dict[str, Any]:
+    """Return the facts that `verify` found; for a run, also those of each step."""
     facts = picked(
-        report,
+        found,
         *("path", "trees", "leaves", "nbytes", "has_digests", "has_checksums", "left_out"),
         *("is_signed", "signed_by", "ok", "damages"),
     )
-    return facts | ({"steps": [_report_facts(step) for step in report.steps]} if report.steps else {})
+    return facts | ({"steps": [_verified_facts(step) for step in found.steps]} if found.steps else {})
 
 
 @main.command()

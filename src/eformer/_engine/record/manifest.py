@@ -348,7 +348,7 @@ class CommitLog(Struct, frozen=True, omit_defaults=True):
     gone: bool = False
 
 
-class Manifest(Shown, Struct, frozen=True, kw_only=True):
+class Manifest(Struct, frozen=True, kw_only=True):
     """The record of a checkpoint: its format, and its trees by prefix. A tree saved without a prefix is under ""."""
 
     digest: str = NO_DIGEST
@@ -356,10 +356,6 @@ class Manifest(Shown, Struct, frozen=True, kw_only=True):
     version: int = VERSION
     log: CommitLog | msgspec.UnsetType = msgspec.UNSET
     trees: dict[str, TreeEntry] = field(default_factory=dict)
-
-    def _shown(self) -> tuple[str, Sequence[TreeSummary], Sequence[str]]:
-        trees = [tree.summary(prefix) for prefix, tree in self.trees.items()]
-        return f"checkpoint ({self.format})", trees, ()
 
     @property
     def save_ids(self) -> set[str]:
@@ -388,16 +384,6 @@ class Manifest(Shown, Struct, frozen=True, kw_only=True):
     def has_committed(self, save_id: str) -> bool:
         """Tell whether a save was committed, even if others have replaced its tree since."""
         return save_id in self.save_ids or bool(self.log and save_id in self.log.done)
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """Return the metadata of the tree without a prefix, or of the only tree."""
-        if "" not in self.trees and len(self.trees) != 1:
-            raise ValueError(
-                f"the checkpoint holds several trees; use .trees[prefix].metadata, prefix one of {sorted(self.trees)}"
-            )
-        prefix = "" if "" in self.trees else next(iter(self.trees))
-        return self.trees[prefix].metadata
 
     def with_tree(self, prefix: str, tree: TreeEntry) -> Manifest:
         """Return a copy with one tree added or replaced."""

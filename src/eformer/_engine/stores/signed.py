@@ -216,15 +216,15 @@ class SignedStore(ListedStore):
         """Find files that were added or removed since they were signed, or have other lengths. Read no content."""
         there = {self._scope: -1} if self._scope else files_to_sign(self._store)
         damages = [
-            Damage("", printable(name), 0, nbytes, "were added after it was signed")
-            for name, nbytes in there.items()
+            Damage("", printable(name), 0, 0, "was added after the checkpoint was signed")
+            for name in there
             if name not in self.files
         ]
         for name, file in self.files.items():
             if there.get(name) != file.nbytes and (now := self._nbytes_now(name)) != file.nbytes:
-                gone = "are missing, and were signed"
-                problem = gone if now is None else f"are the whole file, and {file.nbytes} were signed"
-                damages.append(Damage("", printable(name), 0, file.nbytes if now is None else now, problem))
+                gone = "is missing, and was signed"
+                problem = gone if now is None else f"is {now} bytes long, and was signed with {file.nbytes}"
+                damages.append(Damage("", printable(name), 0, 0, problem))
         return damages
 
     def find_altered(self, meter: Meter = SILENT) -> list[Damage]:

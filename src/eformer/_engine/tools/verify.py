@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """Report what `verify` found. `print` shows it.
+class Verification:
+    """The result of `verify`. `print` shows it.
 
     damages         every damaged or missing range of bytes
     has_digests     False for files of other programs: only their structure and completeness could be checked
@@ -69,7 +69,7 @@ class Report:
     left_out: tuple[str, ...] = ()
     is_signed: bool = False
     signed_by: str | None = None
-    steps: tuple[Report, ...] = ()
+    steps: tuple[Verification, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -114,7 +114,7 @@ def verify(
     step: int | None = None,
     key: Key | None = None,
     progress: Progress = None,
-) -> Report:
+) -> Verification:
     """Check every leaf of every tree at `path`, and the headers of the files, against their digests; and that the
     indexes for other readers, and the marks of databases, are those of the manifest.
 
@@ -123,7 +123,7 @@ def verify(
     function of the bytes read and the total.
 
     The path of a run checks all of its steps; `step` checks one of them. A step that cannot be read at all is a damage
-    then. `Report.steps` has the report of each step.
+    then. `Verification.steps` has the report of each step.
 
     `key` is a public key: the path of a PEM file, or its content. Every byte of every file is then compared with what
     its owner has signed, too; files that were added or removed since are damages. A checkpoint that is not signed, or
@@ -147,54 +147,54 @@ def verify(
         return _verify_one(path, signed_by, progress)
 
 
-def _verify_one(path: str | os.PathLike[str], key: PublicKey | None, progress: Progress) -> Report:
+def _verify_one(path: str | os.PathLike[str], key: PublicKey | None, progress: Progress) -> Verification:
     if key is None:
-        return reread(path, lambda found: _report(found, progress))
+        return reread(path, lambda found: _verify_found(found, progress))
     return _verify_signed(path, key, progress)
 
 
-def _verify_run(path: str | os.PathLike[str], key: PublicKey | None, progress: Progress) -> Report:
+def _verify_run(path: str | os.PathLike[str], key: PublicKey | None, progress: Progress) -> Verification:
     """Check the steps of a run, one after the other. Leave out steps that are removed meanwhile."""
-    reports: list[Report] = []
-    while not reports:
+    checked: list[Verification] = []
+    while not checked:
         if not (there := steps(path)):
             raise NotFoundError(f"{store_at(path).url} has no steps any more: they were removed meanwhile")
-        reports = [
-            report
+        checked = [
+            one
             for step in there
-            if not ((report := _report_of(step.path, key, progress)).damages and _is_gone(step))
+            if not ((one := _verify_step(step.path, key, progress)).damages and _is_gone(step))
         ]
     store = store_at(path)
     if later := later_of_flax(store):
-        reports.append(_report_of(store.path_to(later), key, progress))
-    named = [(report.path.rpartition("/")[2], report) for report in reports]
-    return Report(
+        checked.append(_verify_step(store.path_to(later), key, progress))
+    named = [(one.path.rpartition("/")[2], one) for one in checked]
+    return Verification(
         path=store.url,
-        trees=sum(report.trees for report in reports),
-        leaves=sum(report.leaves for report in reports),
-        nbytes=sum(report.nbytes for report in reports),
-        has_digests=all(report.has_digests for report in reports),
+        trees=sum(one.trees for one in checked),
+        leaves=sum(one.leaves for one in checked),
+        nbytes=sum(one.nbytes for one in checked),
+        has_digests=all(one.has_digests for one in checked),
         damages=tuple(
             replace(damage, file=f"{name}/{damage.file}".rstrip("/"))
-            for name, report in named
-            for damage in report.damages
+            for name, one in named
+            for damage in one.damages
         ),
-        has_checksums=all(report.has_checksums for report in reports),
-        left_out=tuple(f"{name}/{file}" for name, report in named for file in report.left_out),
-        is_signed=all(report.is_signed for report in reports),
+        has_checksums=all(one.has_checksums for one in checked),
+        left_out=tuple(f"{name}/{file}" for name, one in named for file in one.left_out),
+        is_signed=all(one.is_signed for one in checked),
         signed_by=None if key is None else key.id,
-        steps=tuple(reports),
+        steps=tuple(checked),
     )
 
 
-def _report_of(path: str, key: PublicKey | None, progress: Progress) -> Report:
+def _verify_step(path: str, key: PublicKey | None, progress: Progress) -> Verification:
     """Check one of several checkpoints. That it cannot be read is a damage, too."""
     try:
         _require_inside(path)
         return _verify_one(path, key, progress)
     except (EformerError, OSError) as error:
         state = "fails the check of its signature" if isinstance(error, SignatureError) else "cannot be read"
-        return Report(path, 0, 0, 0, False, (Damage("", "", 0, 0, f"{state}: {error}"),))
+        return Verification(path, 0, 0, 0, False, (Damage("", "", 0, 0, f"{state}: {error}"),))
 
 
 def _require_inside(path: str) -> None:
@@ -209,7 +209,7 @@ def _is_gone(step: Step) -> bool:
     return step.number not in {number for number, there in steps_in(store) if there == name}
 
 
-def _verify_signed(path: str | os.PathLike[str], key: PublicKey, progress: Progress) -> Report:
+def _verify_signed(path: str | os.PathLike[str], key: PublicKey, progress: Progress) -> Verification:
     store, name, scope = signed_place(*locate(path))
 
     def find_damages(signed: SignedStore) -> list[Damage]:
@@ -219,15 +219,15 @@ def _verify_signed(path: str | os.PathLike[str], key: PublicKey, progress: Progr
     _, altered = look_at_signed(store, scope, key, find_damages)
     where = store.path_to(name) if name else store.url
     try:
-        report = reread(where, lambda found: _report(found, progress))
+        report = reread(where, lambda found: _verify_found(found, progress))
     except (EformerError, OSError):
         if not altered:
             raise
-        report = Report(where, 0, 0, 0, False, ())  # what was altered says enough
+        report = Verification(where, 0, 0, 0, False, ())  # what was altered says enough
     return replace(report, damages=(*altered, *report.damages), signed_by=key.id)
 
 
-def _report(found: Found, progress: Progress) -> Report:
+def _verify_found(found: Found, progress: Progress) -> Verification:
     trees, damages = _readable_trees(found)
     with metered(progress, sum(tree.nbytes for tree in trees), "verifying") as meter:
         damages += [damage for tree in trees for damage in _damages(found, tree, meter)]
@@ -236,7 +236,7 @@ def _report(found: Found, progress: Progress) -> Report:
     damages += found.check_beside()
     if damages and was_replaced(found):
         raise ReplacedError
-    return Report(
+    return Verification(
         path=str(found.path),
         trees=len(found.trees),
         leaves=sum(len(tree.leaves) + len(tree.raw_values) for tree in trees),
@@ -315,7 +315,8 @@ def _file_damages(tree: TreeEntry, number: int, files: Files) -> Iterator[Damage
     file, name = tree.files[number], tree.path_of(number)
     nbytes = files.nbytes(number)
     if nbytes != file.nbytes:
-        yield Damage("", name, 0, nbytes, f"are the whole file, expected {file.nbytes} bytes")
+        problem = f"is {nbytes} bytes long, expected {file.nbytes}; restore it from a copy"
+        yield Damage("", name, 0, 0, problem)
     if file.header and nbytes >= file.header_nbytes:
         header = bytearray(file.header_nbytes)
         found = files.read_into(number, memoryview(header), 0)

@@ -6,6 +6,7 @@ import builtins
 import operator
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -14,10 +15,11 @@ from eformer._engine.formats.find import look_at, signer_of, was_replaced
 from eformer._engine.loading.fetch import fetch
 from eformer._engine.loading.read_plan import Want, plan_reads
 from eformer._engine.record.boxes import Box
+from eformer._engine.record.digests import NO_DIGEST
 from eformer._engine.record.display import Shown
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.lazy import lazy_property
-from eformer._engine.record.manifest import Leaves, Manifest
+from eformer._engine.record.manifest import Leaves
 from eformer._engine.record.names import Spellings, ambiguous, with_nearest
 from eformer._engine.record.values import value_from_json
 from eformer._engine.stores.cache import caching
@@ -39,22 +41,40 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 
-class Inspected(Manifest, frozen=True, kw_only=True):
-    """The record of a checkpoint, with the files in its directory that are not read and may hold leaves.
+@dataclass(frozen=True, slots=True, repr=False)
+class Inspection(Shown):
+    """The facts about a checkpoint. `print` and notebooks show them as a folded tree.
 
-    `signed_by` is the id of the key that has signed it, by the signature's own account: only `verify` checks that.
+    format      the name of the format, such as "safetensors"
+    trees       the trees by prefix; a tree that was saved without a prefix is under ""
+    left_out    files in the directory that are not read and may hold leaves
+    signed_by   the id of the key that has signed the checkpoint, as the signature claims: only `verify` checks it
+    digest      the digest of the manifest, which differs after every save
     """
 
+    format: str
+    trees: dict[str, TreeEntry]
     left_out: tuple[str, ...] = ()
     signed_by: str | None = None
+    digest: str = NO_DIGEST
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The metadata of the tree without a prefix, or of the only tree."""
+        if "" not in self.trees and len(self.trees) != 1:
+            raise ValueError(
+                f"the checkpoint holds several trees; use .trees[prefix].metadata, prefix one of {sorted(self.trees)}"
+            )
+        prefix = "" if "" in self.trees else next(iter(self.trees))
+        return self.trees[prefix].metadata
 
     def _shown(self) -> tuple[str, Sequence[TreeSummary], Sequence[str]]:
-        title, trees, _ = super()._shown()
-        return title, trees, self.left_out
+        trees = [tree.summary(prefix) for prefix, tree in self.trees.items()]
+        return f"checkpoint ({self.format})", trees, self.left_out
 
 
 @uninterrupted
-def inspect(path: str | os.PathLike[str]) -> Inspected:
+def inspect(path: str | os.PathLike[str]) -> Inspection:
     """Read the record of the checkpoint at `path`: format, trees, leaves, shapes, dtypes, metadata. Reads no data.
 
     Example:
@@ -68,15 +88,13 @@ def inspect(path: str | os.PathLike[str]) -> Inspected:
     return look_at(path, _inspected)
 
 
-def _inspected(found: Found) -> Inspected:
-    record = found.manifest
-    return Inspected(
-        digest=record.digest,
-        format=record.format,
-        version=record.version,
+def _inspected(found: Found) -> Inspection:
+    return Inspection(
+        format=found.manifest.format,
         trees=dict(found.trees),
         left_out=found.left_out(),
         signed_by=signer_of(found),
+        digest=found.manifest.digest,
     )
 
 
