@@ -416,7 +416,7 @@ def prune(
     """
     from eformer._engine.record.text import count, size
     from eformer._engine.tools.prune import prune as carry_out
-    from eformer._engine.tools.prune import remove
+    from eformer._engine.tools.prune import remove_planned
 
     if as_json and not (yes or dry_run):
         raise click.UsageError("--json cannot ask for confirmation: add --yes or --dry-run")
@@ -429,7 +429,7 @@ def prune(
     if not dry_run:
         if plan.removed and not yes:
             click.confirm(f"Remove {what}?", abort=True)
-        held, plan = plan.removed, remove(plan)
+        held, plan = plan.removed, remove_planned(plan)
         for name in held if not as_json else ():
             if name not in plan.removed:
                 say(f"leave   {name}: {plan.left[name]}", "cyan")

@@ -16,7 +16,7 @@ from eformer._engine.runs import retention
 from eformer._engine.runs.steps import Step
 from eformer._engine.stores.base import read_whole
 from eformer._engine.stores.locate import store_at
-from eformer._engine.tools.prune import plan_removal, remove
+from eformer._engine.tools.prune import plan_removal, remove_planned
 from eformer.checkpoint import Keep, Run, load, prune, save, score, steps
 from eformer.errors import EformerError, NotFoundError
 
@@ -319,7 +319,7 @@ def test_shards_are_not_steps(tmp_path):
 def test_only_planned_checkpoints_are_removed(run):
     plan = plan_removal(run, keep=1)
     save({"w": 1}, run / "run-2000")
-    remove(plan)
+    remove_planned(plan)
     assert sorted(os.listdir(run)) == ["run-1000", "run-2000"]
 
 
@@ -371,7 +371,7 @@ def test_a_step_that_gets_files_after_its_removal_was_planned_stays(run):
     plan = plan_removal(run, 3)
     (run / "run-90" / "plots" / "loss.png").write_bytes(b"png")
     with pytest.raises(ValueError, match=r"run-90 has changed since .* it has new files: plots/loss.png"):
-        remove(plan)
+        remove_planned(plan)
     assert (run / "run-90" / "plots" / "loss.png").exists()
 
 
@@ -522,7 +522,7 @@ def test_steps_that_the_run_removes_meanwhile_are_passed_over(run, monkeypatch):
     plan = plan_removal(run, 1)
     assert plan.removed == ("run-100", "run-200")
     shutil.rmtree(run / "run-100")
-    remove(plan)
+    remove_planned(plan)
     assert os.listdir(run) == ["run-1000"]
 
 

@@ -83,23 +83,23 @@ def _check_numbers(entry: LeafEntry, boxes: Sequence[Box] | None, tree: TreeEntr
     if len(entry.extents) == 1 and entry.extents[0].region is None:
         _check_extent(entry.extents[0], entry.shape, itemsize, entry, tree)
         return
-    regions = [entry.region_of(extent) for extent in entry.extents]
-    for extent, region in zip(entry.extents, regions, strict=True):
-        if len(region.stop) != len(entry.shape) or not all(map(le, region.stop, entry.shape)):
+    stored = [entry.region_of(extent) for extent in entry.extents]
+    for extent, box in zip(entry.extents, stored, strict=True):
+        if len(box.stop) != len(entry.shape) or not all(map(le, box.stop, entry.shape)):
             raise FormatError(f"region {extent.region} lies outside shape {list(entry.shape)}")
-        _check_extent(extent, region.shape, itemsize, entry, tree)
-    if boxes is None and not is_tiling(regions, entry.shape):
-        raise FormatError(f"its {len(regions)} extents overlap or do not cover the shape {list(entry.shape)}")
+        _check_extent(extent, box.shape, itemsize, entry, tree)
+    if boxes is None and not is_tiling(stored, entry.shape):
+        raise FormatError(f"its {len(stored)} extents overlap or do not cover the shape {list(entry.shape)}")
     for box in boxes or ():
-        if not _is_covered(box, regions):
+        if not _is_covered(box, stored):
             raise FormatError(
-                f"its {len(regions)} extents overlap or do not cover {box.slices} of {list(entry.shape)}"
+                f"its {len(stored)} extents overlap or do not cover {box.slices} of {list(entry.shape)}"
             )
 
 
-def _is_covered(box: Box, regions: Sequence[Box]) -> bool:
-    """Tell whether every element of the box is in exactly one region."""
-    parts = [part for region in regions if (part := box.overlap(region))]
+def _is_covered(box: Box, stored: Sequence[Box]) -> bool:
+    """Tell whether every element of the box is in exactly one of the stored boxes."""
+    parts = [part for one in stored if (part := box.overlap(one))]
     if len(parts) == 1:
         return parts[0].size == box.size
     return is_tiling([part.inside(box) for part in parts], box.shape)

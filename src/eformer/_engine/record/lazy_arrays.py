@@ -27,7 +27,7 @@ _LARGE_CHUNKS = 2**23  # bytes; larger ones are kept between reads
 class LeafReader(Protocol):
     """Read boxes of leaves from an open checkpoint."""
 
-    def read(self, name: str, entry: LeafEntry, region: Box, threads: int | None = None) -> Array:
+    def read(self, name: str, entry: LeafEntry, box: Box, threads: int | None = None) -> Array:
         """Return the elements of a box. What has digests is checked."""
         ...
 
@@ -46,13 +46,13 @@ class StoredLeaf(LazyArray):
         self._decoded: dict[Box, Array] = {}
         self._lock = threading.Lock()
 
-    def read(self, region: Box) -> Array:
-        if self.decoded_nbytes > _LARGE_CHUNKS or (self.keeps_small and self._is_in_few_chunks(region)):
-            return self._from_chunks(region)
-        return self.reader.read(self.name, self.entry, region, self.threads)
+    def read(self, box: Box) -> Array:
+        if self.decoded_nbytes > _LARGE_CHUNKS or (self.keeps_small and self._is_in_few_chunks(box)):
+            return self._from_chunks(box)
+        return self.reader.read(self.name, self.entry, box, self.threads)
 
-    def _is_in_few_chunks(self, region: Box) -> bool:
-        return 0 < sum(chunk.overlap(region) is not None for chunk in self.chunks) <= _FEW_CHUNKS
+    def _is_in_few_chunks(self, box: Box) -> bool:
+        return 0 < sum(chunk.overlap(box) is not None for chunk in self.chunks) <= _FEW_CHUNKS
 
     @lazy_property
     def chunks(self) -> list[Box]:
@@ -67,18 +67,18 @@ class StoredLeaf(LazyArray):
             nbytes[chunk.start[0] if chunk.start else 0] += chunk.size * self.dtype.itemsize
         return max(nbytes.values(), default=0)
 
-    def _from_chunks(self, region: Box) -> Array:
+    def _from_chunks(self, box: Box) -> Array:
         """Decode each large chunk once: keep the chunks of the latest read for the rows that follow."""
         with self._lock:  # several new leaves may come from this one
             kept, self._decoded = self._decoded, {}
             for chunk in self.chunks:
-                if chunk.overlap(region):
+                if chunk.overlap(box):
                     decoded = kept.get(chunk)
                     if decoded is None:
                         decoded = self.reader.read(self.name, self.entry, chunk, self.threads)
                     self._decoded[chunk] = decoded
-            boxes = list(self._decoded.items())
-        return np.array(contiguous(boxes, region, self.entry.dtype))  # a view would keep the whole chunk
+            decoded_boxes = list(self._decoded.items())
+        return np.array(contiguous(decoded_boxes, box, self.entry.dtype))  # a view would keep the whole chunk
 
     def forget(self) -> None:
         with self._lock:
@@ -95,10 +95,10 @@ class Transposed(LazyArray):
         self.shape, self.dtype = tuple(inner.shape[axis] for axis in axes), inner.dtype
         self.slow_axis = axes.index(inner.slow_axis) if axes else 0
 
-    def read(self, region: Box) -> Array:
+    def read(self, box: Box) -> Array:
         start, stop = [0] * len(self.axes), [0] * len(self.axes)
         for here, axis in enumerate(self.axes):
-            start[axis], stop[axis] = region.start[here], region.stop[here]
+            start[axis], stop[axis] = box.start[here], box.stop[here]
         return self.inner.read(Box(tuple(start), tuple(stop))).transpose(self.axes)
 
     def forget(self) -> None:
@@ -116,24 +116,24 @@ class Stacked(LazyArray):
         self.slow_axis = axis
         self._latest = inners[0]
 
-    def read(self, region: Box) -> Array:
+    def read(self, box: Box) -> Array:
         axis = self.axis
-        first, last = region.start[axis], region.stop[axis]
-        inner = Box(_without(region.start, axis), _without(region.stop, axis))
+        first, last = box.start[axis], box.stop[axis]
+        inner = Box(_without(box.start, axis), _without(box.stop, axis))
         if last - first == 1:
             return np.expand_dims(self._read(first, inner), axis)
-        whole = np.empty(region.shape, self.dtype)
+        whole = np.empty(box.shape, self.dtype)
         for number in range(first, last):
             whole[(slice(None),) * axis + (number - first,)] = self._read(number, inner)
         return whole
 
-    def _read(self, number: int, region: Box) -> Array:
+    def _read(self, number: int, box: Box) -> Array:
         """Read from one array, after the previous one has dropped its decoded chunks. Several threads may read."""
         before, array = self._latest, self.inners[number]
         self._latest = array
         if before is not array:
             before.forget()
-        return array.read(region)
+        return array.read(box)
 
     def forget(self) -> None:
         self._latest.forget()
@@ -148,10 +148,10 @@ class Unstacked(LazyArray):
         self.in_order = axis == 0 and inner.in_order
         self.slow_axis = 0 if inner.slow_axis == axis else inner.slow_axis - (inner.slow_axis > axis)
 
-    def read(self, region: Box) -> Array:
+    def read(self, box: Box) -> Array:
         axis, index = self.axis, self.index
-        start = (*region.start[:axis], index, *region.start[axis:])
-        stop = (*region.stop[:axis], index + 1, *region.stop[axis:])
+        start = (*box.start[:axis], index, *box.start[axis:])
+        stop = (*box.stop[:axis], index + 1, *box.stop[axis:])
         return self.inner.read(Box(start, stop)).squeeze(axis)
 
     def forget(self) -> None:

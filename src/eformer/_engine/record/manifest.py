@@ -19,10 +19,10 @@ from eformer._engine.record.boxes import Box
 from eformer._engine.record.check import check_leaf, check_tree, is_plain
 from eformer._engine.record.digests import NO_DIGEST, check_own_digest, stamp_digest, xxh3_64_number
 from eformer._engine.record.display import Shown, TreeSummary
-from eformer._engine.record.holdings import Holdings  # noqa: TC001  msgspec evaluates it
 from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.names import Spellings, ambiguous, with_nearest
 from eformer._engine.record.outline import LeafLine
+from eformer._engine.record.owners import Owners  # noqa: TC001  msgspec evaluates it
 from eformer._engine.record.pieces import PIECE_BYTES
 from eformer._engine.record.text import printable, shortened
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder, parse_json, value_from_json
@@ -147,7 +147,7 @@ class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):
     block: int
     files: tuple[DataFile, ...]
     parts: Literal["whole", "torn"] | msgspec.UnsetType = msgspec.UNSET
-    holdings: Holdings | msgspec.UnsetType = msgspec.UNSET
+    owners: Owners | msgspec.UnsetType = field(name="holdings", default=msgspec.UNSET)
     raw_root: str | msgspec.UnsetType = field(name="root", default=msgspec.UNSET)
     ocdbt: bool | msgspec.UnsetType = msgspec.UNSET
     raw_metadata: dict[str, Any] = field(name="metadata", default_factory=dict)
@@ -433,22 +433,25 @@ def _refuse_newer(data: bytes | str, origin: str) -> None:
 class Receipt(Struct):
     """The receipt of one process: complete and synced files, under names that no manifest refers to yet.
 
-    If several processes save together, the leaves are in a `ProcessRecord` instead, and the sum of the `weight`s tells
-    whether they have written every element exactly once. `holdings` says which leaves are in which of the files; None
-    if that cannot be said briefly. `parts` has what each process adds to the metadata.
+    If several processes save together, the leaves are in a `ProcessRecord` instead, and the sum of `coverage` tells
+    whether the processes have written every element exactly once. `owners` has the leaves of each file; None if the
+    table would be too long. `parts` has the metadata that each process adds.
     """
 
     files: list[DataFile] = field(default_factory=list)
     leaves: dict[str, LeafEntry] = field(default_factory=dict)
-    weight: int = 0
+    coverage: int = 0
     is_torn: bool = False
-    holdings: Holdings | None = None
+    owners: Owners | None = None
     parts: list[bytes] = field(default_factory=list)
 
 
-def weight_of(name: str, elements: int) -> int:
-    """Weigh a box of a leaf. The weights of boxes sum to the weight of the leaf only if they cover it exactly once,
-    but for collisions of a 64-bit hash."""
+def coverage_of(name: str, elements: int) -> int:
+    """Return a number for a box of a leaf.
+
+    The numbers of boxes sum to the number of the leaf only if the boxes cover it exactly once, apart from collisions of
+    a 64-bit hash.
+    """
     return elements * xxh3_64_number(name.encode(errors="surrogatepass")) % 2**64
 
 

@@ -24,22 +24,22 @@ def pieces(shape: tuple[int, ...], itemsize: int, limit: int) -> list[Box]:
     return [piece for _, piece in pieces_in(Box.whole(shape), shape, itemsize, limit)]
 
 
-def pieces_in(region: Box, shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[tuple[int, Box]]:
-    """Yield those of the `pieces` that touch the region, with their numbers, without computing the others."""
-    if not region.size:
+def pieces_in(wanted: Box, shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[tuple[int, Box]]:
+    """Yield those of the `pieces` that touch the wanted, with their numbers, without computing the others."""
+    if not wanted.size:
         return
     if itemsize * math.prod(shape) <= max(limit, itemsize):
         yield 0, Box.whole(shape)
         return
     axis, rows = _cut(shape, itemsize, limit)
     inner, in_a_row = shape[axis + 1 :], -(-shape[axis] // rows)
-    outer_ranges = [range(a, b) for a, b in zip(region.start[:axis], region.stop[:axis], strict=True)]
+    outer_ranges = [range(a, b) for a, b in zip(wanted.start[:axis], wanted.stop[:axis], strict=True)]
     for outer in itertools.product(*outer_ranges):
         number = 0
         for index, size in zip(outer, shape, strict=False):
             number = number * size + index
         end = tuple(index + 1 for index in outer)
-        for part in range(region.start[axis] // rows, -(-region.stop[axis] // rows)):
+        for part in range(wanted.start[axis] // rows, -(-wanted.stop[axis] // rows)):
             start, stop = part * rows, min((part + 1) * rows, shape[axis])
             yield number * in_a_row + part, Box((*outer, start, *(0 for _ in inner)), (*end, stop, *inner))
 
@@ -103,12 +103,12 @@ def bounding(boxes: Sequence[Box]) -> Box:
     return Box(tuple(map(min, starts)), tuple(map(max, stops)))
 
 
-def merged(regions: Sequence[Box]) -> list[Box]:
-    """Return one box if the disjoint `regions` fill it exactly, else the regions themselves."""
-    if len(regions) < 2:
-        return list(regions)
-    box = bounding(regions)
-    return [box] if box.size == sum(region.size for region in regions) else list(regions)
+def merged(boxes: Sequence[Box]) -> list[Box]:
+    """Return one box if the disjoint `boxes` fill it exactly, else the boxes themselves."""
+    if len(boxes) < 2:
+        return list(boxes)
+    around = bounding(boxes)
+    return [around] if around.size == sum(box.size for box in boxes) else list(boxes)
 
 
 def shifted(boxes: Iterable[Box], start: tuple[int, ...]) -> list[Box]:

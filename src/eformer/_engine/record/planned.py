@@ -13,11 +13,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from eformer._engine.record.boxes import Box
+from eformer._engine.record.by_process import ProcessRecord
 from eformer._engine.record.digests import NO_DIGEST, xxh3_128
 from eformer._engine.record.dtypes import dtype_from_name, from_raw
-from eformer._engine.record.manifest import Coding, DataFile, Extent, LeafEntry, weight_of
+from eformer._engine.record.manifest import Coding, DataFile, Extent, LeafEntry, coverage_of
 from eformer._engine.record.pieces import count_pieces
-from eformer._engine.record.process_records import ProcessRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -42,7 +42,7 @@ class LazyArray:
     in_order: bool
     slow_axis: int = 0
 
-    def read(self, region: Box) -> np.ndarray[Any, Any]:
+    def read(self, box: Box) -> np.ndarray[Any, Any]:
         """Read one box."""
         raise NotImplementedError
 
@@ -98,7 +98,7 @@ class Source(Struct, frozen=True, gc=False):
         """Tell whether this process holds every element of the leaf."""
         if self.whole is not None:
             return True
-        return sum(region.size for region, _ in self.parts) == math.prod(self.shape)
+        return sum(box.size for box, _ in self.parts) == math.prod(self.shape)
 
     def entry(self, extents: tuple[Extent, ...] = (), sha256: str | None = None) -> LeafEntry:
         return LeafEntry(self.dtype, self.shape, extents, self.home, self.key, self.sharding, sha256)
@@ -186,7 +186,7 @@ def process_record(files: Sequence[PlannedFile], sha256: Mapping[str, str]) -> P
     return ProcessRecord(extents, {name: sha256[name] for name in extents if name in sha256})
 
 
-def weight(files: Iterable[PlannedFile]) -> int:
-    """Add up the weights of all elements in the files; see `weight_of`."""
+def coverage(files: Iterable[PlannedFile]) -> int:
+    """Add up the coverage of all boxes in the files."""
     extents = (extent for file in files for extent in file.extents)
-    return sum(weight_of(e.source.name, math.prod(e.shape)) for e in extents) % 2**64
+    return sum(coverage_of(e.source.name, math.prod(e.shape)) for e in extents) % 2**64

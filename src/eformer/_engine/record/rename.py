@@ -26,7 +26,7 @@ RenameRules = str | os.PathLike[str] | Mapping[str, str | None] | Iterable[str |
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RuleStep:
     """One step of a rule: transpose, stack or unstack. `number` is the template of the position in a stack."""
 
     verb: str
@@ -45,13 +45,13 @@ class Rule:
     line: int
     pattern: re.Pattern[str]
     name: str | None
-    steps: tuple[Step, ...]
+    steps: tuple[RuleStep, ...]
 
     def __str__(self) -> str:
         return f"line {self.line}, {self.pattern.pattern}"
 
     @property
-    def stack(self) -> Step | None:
+    def stack(self) -> RuleStep | None:
         return self.steps[-1] if self.steps and self.steps[-1].verb == "stack" else None
 
     @property
@@ -149,14 +149,14 @@ def _rule(number: int, pattern: object, result: object) -> Rule:
     return rule
 
 
-def _step(words: list[str]) -> Step:
+def _step(words: list[str]) -> RuleStep:
     verb, *rest = words or [""]
     if verb == "stack" and rest and rest[0].startswith("\\"):
-        return Step(verb, _numbers(rest[1:], 1) or (0,), rest[0])
+        return RuleStep(verb, _numbers(rest[1:], 1) or (0,), rest[0])
     if verb == "transpose":
-        return Step(verb, _numbers(rest, 64))
+        return RuleStep(verb, _numbers(rest, 64))
     if verb == "unstack":
-        return Step(verb, _numbers(rest, 1) or (0,))
+        return RuleStep(verb, _numbers(rest, 1) or (0,))
     raise FormatError(
         f"unknown step {' '.join(words)!r}; expected transpose [AXES], stack \\GROUP [AXIS] or unstack [AXIS]"
     )
@@ -318,7 +318,7 @@ def _renamed_leaves(
         yield _fill(template, match), _transpose(array, steps)
 
 
-def _transpose(array: LazyArray, steps: Sequence[Step]) -> LazyArray:
+def _transpose(array: LazyArray, steps: Sequence[RuleStep]) -> LazyArray:
     for step in steps:
         axes = step.axes or tuple(reversed(range(len(array.shape))))
         if sorted(axes) != list(range(len(array.shape))):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SIGNATURE = "eformer.sig"
 """The name of the signature in a directory; a file has its own beside it, `<name>.eformer.sig`."""
 
-PIECE_BYTES = 8 * 2**20
+SIGNED_PIECE_BYTES = 8 * 2**20
 
 MOST_BYTES = 2**29
 """The longest signature that is read. It is enough for 40 TB, or 2 million files."""
@@ -94,9 +94,9 @@ def digest_piece(data: Buffer) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def count_pieces(nbytes: int) -> int:
+def count_signed_pieces(nbytes: int) -> int:
     """Return the number of pieces of a file. An empty one has an empty piece."""
-    return max(1, -(-nbytes // PIECE_BYTES))
+    return max(1, -(-nbytes // SIGNED_PIECE_BYTES))
 
 
 # -------------------------------------------------------------------------------------------- write
@@ -104,7 +104,9 @@ def count_pieces(nbytes: int) -> int:
 
 def sign_files(files: Iterable[SignedFile], key_id: str, sign: Callable[[bytes], bytes]) -> bytes:
     """Return the document that signs these files with the key of this id."""
-    payload = msgspec.json.encode(_Statement(PIECE_BYTES, tuple(sorted(files, key=lambda file: file.name))))
+    payload = msgspec.json.encode(
+        _Statement(SIGNED_PIECE_BYTES, tuple(sorted(files, key=lambda file: file.name)))
+    )
     signature = _Signature(key_id, _text(sign(_signed_bytes(payload))))
     return msgspec.json.encode(Envelope(_TYPE, _text(payload), (signature,)))
 
@@ -165,8 +167,10 @@ def _checked(payload: bytes, origin: str) -> Mapping[str, SignedFile]:
         statement = parse_json(payload, _Statement, f"{origin} cannot be read")
     except FormatError as error:
         raise SignatureError(str(error)) from error
-    if statement.piece_bytes != PIECE_BYTES:
-        raise SignatureError(f"{origin} has pieces of {statement.piece_bytes} bytes, expected {PIECE_BYTES}")
+    if statement.piece_bytes != SIGNED_PIECE_BYTES:
+        raise SignatureError(
+            f"{origin} has pieces of {statement.piece_bytes} bytes, expected {SIGNED_PIECE_BYTES}"
+        )
     for file in statement.files:
         if problem := _problem(file):
             raise SignatureError(f"{origin}: {printable(file.name[:200])!r} {problem}")
@@ -179,7 +183,7 @@ def _checked(payload: bytes, origin: str) -> Mapping[str, SignedFile]:
 def _problem(file: SignedFile) -> str | None:
     if not is_inside(file.name) or not is_signed_name(file.name):
         return "is not the name of a file that can be signed"
-    if file.nbytes < 0 or len(file.sha256) != count_pieces(file.nbytes):
+    if file.nbytes < 0 or len(file.sha256) != count_signed_pieces(file.nbytes):
         return f"has {len(file.sha256)} digests for {file.nbytes} bytes"
     if not all(map(_HEX.fullmatch, file.sha256)):
         return "has a digest that is not one of SHA-256"

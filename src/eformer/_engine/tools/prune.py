@@ -158,7 +158,7 @@ def prune(
         logger.warning(
             "%s/%s is removed with files that are not part of it: %s", plan.directory, name, few(files)
         )
-    done = remove(plan)
+    done = remove_planned(plan)
     for name in plan.removed:
         if name in done.left:
             logger.warning("%s/%s stays: %s", plan.directory, name, done.left[name])
@@ -334,7 +334,7 @@ def _matches(path: str, patterns: Iterable[str]) -> bool:
     return any(len(want) == len(parts) and all(map(fnmatchcase, parts, want)) for want in wanted)
 
 
-def remove(plan: Pruned) -> Pruned:
+def remove_planned(plan: Pruned) -> Pruned:
     """Delete exactly the planned checkpoints, with their scores and signatures. Raise ValueError if one has been
     replaced since, or has new files.
 

@@ -229,8 +229,8 @@ class View(Shown, Mapping[str, Any]):
     def _shown(self) -> tuple[str, Sequence[TreeSummary], Sequence[str]]:
         return f"{self._path} ({self.format})", [self._tree.summary(self._prefix)], self.left_out
 
-    def read(self, name: str, entry: LeafEntry, region: Box, threads: int | None = None) -> Array:
-        ((array,),) = self._fetch([Want(name, entry, entry.dtype, [region])], threads)
+    def read(self, name: str, entry: LeafEntry, box: Box, threads: int | None = None) -> Array:
+        ((array,),) = self._fetch([Want(name, entry, entry.dtype, [box])], threads)
         return array
 
     def read_all(self, names: Sequence[str]) -> dict[str, Array]:
@@ -299,11 +299,11 @@ class LeafView:
 
     def __getitem__(self, index: Any) -> Array:
         """Read as numpy indexes: integers, slices and an ellipsis."""
-        region, rest = _box(index, self.shape)
-        box = self._view.read(self.name, self.entry, region)
-        array: Array = box[rest]
-        # A few rows must not keep the whole box.
-        return array.copy() if 2 * array.size < box.size else array
+        box, rest = _box(index, self.shape)
+        whole = self._view.read(self.name, self.entry, box)
+        array: Array = whole[rest]
+        # A few rows must not keep the memory of the whole box.
+        return array.copy() if 2 * array.size < whole.size else array
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if copy is False:

@@ -33,14 +33,14 @@ _MOST_BOXES = 8  # of one leaf in one file; more become the box around them
 _NUMBER = np.dtype("<u4")
 
 
-class Held(Struct, frozen=True, array_like=True, gc=False):
+class OwnedLeaves(Struct, frozen=True, array_like=True, gc=False):
     """The boxes that a file has of each leaf in a list, given by its number; None for whole leaves."""
 
     leaves: int
     boxes: tuple[Bounds, ...] | None = None
 
 
-class Holdings(Struct, frozen=True):
+class Owners(Struct, frozen=True):
     """What each file with a process record has, in the order of the files.
 
     `leaves` are lists of leaves by their numbers in the tree: the differences of ascending numbers, four bytes each,
@@ -48,13 +48,13 @@ class Holdings(Struct, frozen=True):
     """
 
     leaves: tuple[bytes, ...] = ()
-    files: tuple[tuple[Held, ...], ...] = ()
+    files: tuple[tuple[OwnedLeaves, ...], ...] = ()
 
 
 # ----------------------------------------------------------------------------------------------- write
 
 
-def holdings_of(groups: Sequence[Sequence[PlannedFile]], numbers: Mapping[str, int]) -> Holdings | None:
+def owners_of(groups: Sequence[Sequence[PlannedFile]], numbers: Mapping[str, int]) -> Owners | None:
     """Tell what one process has written; None if its leaves are cut in too many ways to tell briefly.
 
     Each group of files has one record. `numbers` are those of all leaves of the tree.
@@ -67,62 +67,62 @@ def holdings_of(groups: Sequence[Sequence[PlannedFile]], numbers: Mapping[str, i
             return None
         files.append(
             tuple(
-                Held(lists.setdefault(pack(leaves), len(lists)), boxes or None)
+                OwnedLeaves(lists.setdefault(pack_numbers(leaves), len(lists)), boxes or None)
                 for boxes, leaves in alike.items()
             )
         )
-    found = Holdings(tuple(lists), tuple(files))
+    found = Owners(tuple(lists), tuple(files))
     return found if len(msgspec.msgpack.encode(found)) <= _MOST_BYTES else None
 
 
 def _alike(files: Iterable[PlannedFile], numbers: Mapping[str, int]) -> dict[tuple[Bounds, ...], list[int]]:
     """Group the leaves in the files by their boxes; no boxes for whole leaves."""
-    regions: dict[str, list[Box]] = {}
+    by_name: dict[str, list[Box]] = {}
     for file in files:
         for extent in file.extents:
-            found = regions.setdefault(extent.source.name, [])
+            found = by_name.setdefault(extent.source.name, [])
             if extent.region is not None:
                 found.append(extent.region)
     alike: dict[tuple[Bounds, ...], list[int]] = {}
-    for name, boxes in regions.items():
+    for name, boxes in by_name.items():
         alike.setdefault(_few(boxes), []).append(numbers[name])
     return alike
 
 
-def _few(regions: Sequence[Box]) -> tuple[Bounds, ...]:
-    if len(regions) > _MOST_BOXES:
-        regions = [bounding(regions)]
-    return tuple((region.start, region.stop) for region in regions)
+def _few(boxes: Sequence[Box]) -> tuple[Bounds, ...]:
+    if len(boxes) > _MOST_BOXES:
+        boxes = [bounding(boxes)]
+    return tuple((box.start, box.stop) for box in boxes)
 
 
-def joined_holdings(holdings: Iterable[Holdings | None]) -> Holdings | None:
+def joined_owners(owners: Iterable[Owners | None]) -> Owners | None:
     """Join the tables of all processes, in their order; None if one of them has none."""
     lists: dict[bytes, int] = {}
     files = []
-    for one in holdings:
+    for one in owners:
         if one is None:
             return None
         numbers = [lists.setdefault(leaves, len(lists)) for leaves in one.leaves]
-        files += [tuple(Held(numbers[held.leaves], held.boxes) for held in file) for file in one.files]
-    return Holdings(tuple(lists), tuple(files))
+        files += [tuple(OwnedLeaves(numbers[held.leaves], held.boxes) for held in file) for file in one.files]
+    return Owners(tuple(lists), tuple(files))
 
 
 # ------------------------------------------------------------------------------------------------ read
 
 
-def holders(holdings: Holdings, count: int, wants: Iterable[tuple[int, Sequence[Box] | None]]) -> list[int]:
+def files_with(owners: Owners, count: int, wants: Iterable[tuple[int, Sequence[Box] | None]]) -> list[int]:
     """Return the numbers of the files whose records have wanted boxes of a tree of `count` leaves.
 
     A want is the number of a leaf and the boxes of it; None for the whole leaf. No leaf is wanted twice.
     """
     kinds: dict[tuple[Box, ...] | None, int] = {}
     kind_of = np.full(count, -1, np.int64)
-    for leaf, regions in wants:
-        kind_of[leaf] = kinds.setdefault(None if regions is None else tuple(regions), len(kinds))
-    wanted = _wanted(holdings, kind_of, list(kinds))
+    for leaf, asked in wants:
+        kind_of[leaf] = kinds.setdefault(None if asked is None else tuple(asked), len(kinds))
+    wanted = _wanted(owners, kind_of, list(kinds))
     boxes: dict[int, list[tuple[int, Bounds]]] = {}
     found: set[int] = set()
-    for number, file in enumerate(holdings.files):
+    for number, file in enumerate(owners.files):
         for held in file:
             if held.leaves not in wanted:
                 continue
@@ -136,13 +136,13 @@ def holders(holdings: Holdings, count: int, wants: Iterable[tuple[int, Sequence[
 
 
 def _wanted(
-    holdings: Holdings, kind_of: Numbers, kinds: Sequence[tuple[Box, ...] | None]
+    owners: Owners, kind_of: Numbers, kinds: Sequence[tuple[Box, ...] | None]
 ) -> dict[int, set[Box] | None]:
     """Return by list of leaves the boxes that are wanted of one of them; None for all. Lists that nobody wants are left
     out."""
     wanted: dict[int, set[Box] | None] = {}
-    for number, packed in enumerate(holdings.leaves):
-        there = kind_of[unpack(packed, len(kind_of))]
+    for number, packed in enumerate(owners.leaves):
+        there = kind_of[unpack_numbers(packed, len(kind_of))]
         found = [kinds[kind] for kind in np.unique(there[there >= 0])]
         if found:
             is_whole = any(boxes is None for boxes in found)
@@ -168,13 +168,13 @@ def _overlapping(candidates: Sequence[tuple[int, Bounds]], wanted: Iterable[Box]
 # ----------------------------------------------------------------------------------------------- lists
 
 
-def pack(numbers: Iterable[int]) -> bytes:
+def pack_numbers(numbers: Iterable[int]) -> bytes:
     """Write down a list of different numbers, in ascending order."""
     ascending = np.sort(np.fromiter(numbers, np.int64))
     return zlib.compress(np.diff(ascending, prepend=0).astype(_NUMBER).tobytes())
 
 
-def unpack(packed: bytes, count: int) -> Numbers:
+def unpack_numbers(packed: bytes, count: int) -> Numbers:
     """Read a list of different numbers below `count`."""
     decompress = zlib.decompressobj()
     try:
