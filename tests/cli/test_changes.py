@@ -16,6 +16,7 @@ import safetensors.numpy
 
 from eformer import checkpoint
 from eformer.checkpoint import load, save, verify
+from eformer.cli.commands import main
 from support import lora
 from support.commands import EFORMER, on_terminal, run
 
@@ -403,6 +404,15 @@ def test_an_interrupted_import_exits_with_130(kill):
     program = [sys.executable, "-c", _INTERRUPTED_IMPORT.format(kill=kill)]
     done = subprocess.run(program, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+
+
+def test_help_lists_every_command_once_in_a_few_words():
+    shown = run("--help").stdout
+    for name, command in main.commands.items():
+        text = command.get_short_help_str(limit=1000)
+        assert len(text) <= 45
+        assert len(re.findall(rf"^  {name} +{text}$", shown, re.MULTILINE)) == 1
+    assert re.findall(r"^(\w+):$", shown, re.MULTILINE) == ["Options", "Look", "Runs", "Change", "Other"]
 
 
 def test_help_shows_examples_as_they_are_typed():

@@ -31,7 +31,7 @@ _PIPED, _PICTURE = 120, 92
 
 
 def console() -> Console:
-    """Use colours and the width of the terminal; if there is none, plain text of a fixed width."""
+    """Use the colours and the width of the terminal. Piped output is plain text of a fixed width."""
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     return Console(highlight=False, width=None if is_terminal else _PIPED, soft_wrap=False)
 
@@ -49,7 +49,9 @@ def show_checkpoint(facts: Facts, trees: dict[str, TreeEntry], on: Console) -> N
     about = Table.grid(padding=(0, 2))
     about.add_row("format", Text(facts["format"]))
     if "steps" in facts:
-        about.add_row("steps", Text(printable(f"{', '.join(facts['steps'])}; shown is {facts['steps'][-1]}")))
+        about.add_row(
+            "steps", Text(printable(f"{', '.join(facts['steps'])}; step {facts['steps'][-1]} is shown"))
+        )
     if facts["left_out"]:
         text = f"{few(facts['left_out'])}: not read, may hold leaves"
         about.add_row("left out", Text(printable(text), style="red"))
@@ -86,7 +88,7 @@ def show_tree(prefix: str, facts: Facts, tree: TreeEntry, on: Console) -> None:
 
 
 def _settings(metadata: Facts) -> Iterator[tuple[str, Any]]:
-    """Yield the metadata; a dict, such as the configuration of an adapter, as one entry for each value that is set."""
+    """Yield the metadata. A dict, such as the configuration of an adapter, yields one entry for each value in it."""
     for name, value in metadata.items():
         if isinstance(value, dict):
             yield from ((f"{name}.{key}", inner) for key, inner in value.items() if inner not in (None, {}))
@@ -103,8 +105,8 @@ def _digests(facts: Facts) -> str:
 
 
 def tree_of(lines: Sequence[LeafLine], on: Console) -> Tree:
-    """Build the folded tree, with sizes and bars in aligned columns. Without room for both beside the shapes, the bars
-    are dropped first, then the sizes."""
+    """Build the folded tree, with sizes and bars in aligned columns. A narrow terminal drops the bars first, then the
+    sizes."""
     root = outline(lines)
     whole = max(1, root.nbytes)
     every = root.rows() or [(0, root)]
@@ -115,7 +117,7 @@ def tree_of(lines: Sequence[LeafLine], on: Console) -> Tree:
     with_size = needed + _SIZE_COLUMN <= on.width
     with_bar = needed + _SIZE_COLUMN + _BAR_COLUMN <= on.width
     shown = Tree("", guide_style="dim", hide_root=True)
-    branches = [shown]  # the last one of every depth
+    branches = [shown]  # the last branch at each depth
     for depth, node in rows:
         label = _label(node, on, on.width - _INDENT * depth)
         if node.nbytes and with_size:
@@ -131,7 +133,7 @@ def tree_of(lines: Sequence[LeafLine], on: Console) -> Tree:
 
 
 def _label(node: OutlineNode, on: Console, room: int | None = None) -> Text:
-    """Return the name, the count, and the dtype and shape of a node. To fit into the room, the name is shortened."""
+    """Return the name, the count, and the dtype and shape of a node. The name is shortened to fit into the room."""
     rest = Text()
     if node.count > 1:
         rest.append(f" {'x' if on.options.ascii_only else '×'}{node.count}", style="cyan")
@@ -145,7 +147,7 @@ def _label(node: OutlineNode, on: Console, room: int | None = None) -> Text:
 
 
 def list_leaves(leaves: list[Facts], spellings: dict[str, dict[str, str]], on: Console) -> None:
-    """Print one line a leaf, names in the spellings of their trees. Nothing is shortened if the output is piped."""
+    """Print one line for each leaf, under its readable name. Piped output is not shortened."""
     width = shutil.get_terminal_size().columns if on.is_terminal else 0
     names = []
     for leaf in leaves:
