@@ -138,7 +138,7 @@ def _label(node: OutlineNode, on: Console, room: int | None = None) -> Text:
     if node.count > 1:
         rest.append(f" {'x' if on.options.ascii_only else '×'}{node.count}", style="cyan")
     if node.line:
-        rest.append(f"  {node.line.what}", style="green" if node.line.nbytes else "magenta")
+        rest.append(f"  {node.line.text}", style="green" if node.line.nbytes else "magenta")
     most = max(20, on.width // 2)
     if room is not None and node.nbytes:
         most = min(most, max(_LEAST_NAME, room - rest.cell_len))

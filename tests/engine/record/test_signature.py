@@ -172,7 +172,7 @@ def test_a_signature_that_is_far_too_long_is_not_read(path, monkeypatch):
 def test_the_id_of_the_right_key_does_not_help_another(path):
     payload = base64.b64decode(json.loads((path / "eformer.sig").read_bytes())["payload"])
     put(path, payload, key=OTHER_PRIVATE)
-    with pytest.raises(SignatureError, match=r"it is not what the key .* has signed"):
+    with pytest.raises(SignatureError, match=r"the signature does not match the key"):
         load(path, key=PUBLIC)
     with pytest.raises(SignatureError, match="is signed by another key"):
         load(path, key=OTHER_PUBLIC)

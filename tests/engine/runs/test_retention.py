@@ -54,7 +54,7 @@ def test_steps_of_orbax_are_resumed_from_and_stay_which_is_told_once(of_orbax, c
     assert names(of_orbax) == ["2", "3", "step-7"]
     told = [record.message for record in caplog.records if "another program" in record.message]
     assert told == [
-        f"{of_orbax}: steps of another program are left: 2; 3; Keep(..., foreign=True) removes them by the same rules"
+        f"{of_orbax}: steps of another program stay: 2; 3; Keep(..., foreign=True) applies the rules to them"
     ]
 
 
@@ -118,7 +118,9 @@ def test_steps_that_follow_one_of_a_wrong_clock_stay(tmp_path, caplog):
         for number in (4, 5):
             run.save(number, tree(number)).result()
     assert names(path) == ["step-2", "step-3", "step-4", "step-5"]
-    assert caplog.text.count("the clock was wrong when steps were saved, by the order of the steps: 2;") == 1
+    assert (
+        caplog.text.count("the times of these steps do not fit their order, so the clock was wrong: 2;") == 1
+    )
     assert prune(path, keep=Keep(hours=24)).removed == ()
 
 

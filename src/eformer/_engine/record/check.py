@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from eformer._engine.record.manifest import Coding, Extent, LeafEntry, TreeEntry
 
 _MOST_BLOCK = 2**30  # bytes; a piece is read into memory whole
-MOST_EXPANSION = 50_000  # beyond what any codec reaches: zstd packs 2**17 equal bytes into three
+MOST_EXPANSION = 50_000  # no codec packs more tightly: zstd turns 2**17 equal bytes into three
 
-# A chunk is decoded whole. One that is larger than its array is padded, which small arrays of other programs are.
+# A chunk is decoded whole. Other programs pad the chunks of small arrays: such a chunk is larger than its array.
 _MOST_TIMES = 4
 _MOST_PADDED = 2**26  # bytes
 
 
 def check_tree(tree: TreeEntry) -> None:
-    """Refuse a tree whose block size, files or directory make no sense."""
+    """Refuse a tree whose piece size, files or directory are impossible."""
     names = [file.name for file in tree.files]
     if not tree.has_digests or not 0 < tree.block <= _MOST_BLOCK:
         raise FormatError(f"invalid save id {tree.save_id!r} or piece size {tree.block}")
@@ -48,8 +48,8 @@ def check_leaf(name: str, entry: LeafEntry, tree: TreeEntry) -> None:
 
 
 def check_boxes(name: str, entry: LeafEntry, boxes: Sequence[Box] | None, tree: TreeEntry) -> None:
-    """Refuse an entry whose numbers contradict each other, or whose extents lack elements of the `boxes` that are
-    wanted; None for the whole leaf."""
+    """Refuse an entry whose numbers contradict each other, or whose extents lack elements of the wanted `boxes`. None
+    wants the whole leaf."""
     try:
         _check_numbers(entry, boxes, tree)
     except (FormatError, ValueError) as error:

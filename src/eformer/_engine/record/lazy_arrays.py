@@ -21,20 +21,22 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 _FEW_CHUNKS = 4
-_LARGE_CHUNKS = 2**23  # bytes; larger ones are kept between reads
+_LARGE_CHUNKS = 2**23  # bytes; larger chunks stay between reads
 
 
 class LeafReader(Protocol):
     """Read boxes of leaves from an open checkpoint."""
 
     def read(self, name: str, entry: LeafEntry, box: Box, threads: int | None = None) -> Array:
-        """Return the elements of a box. What has digests is checked."""
+        """Return the elements of a box. Check them if the leaf has digests."""
         ...
 
 
 class StoredLeaf(LazyArray):
-    """A leaf as it is stored in a checkpoint. Decoded chunks are kept for the next read if they are large, or if
-    `keeps_small` and the read needs few of them."""
+    """A leaf as stored in a checkpoint.
+
+    Decoded chunks stay for the next read if they are large; with `keeps_small`, also if the read needs few of them.
+    """
 
     in_order = True
 
@@ -56,20 +58,20 @@ class StoredLeaf(LazyArray):
 
     @lazy_property
     def chunks(self) -> list[Box]:
-        """List the boxes that are stored encoded, and can only be read whole."""
+        """List the encoded boxes, which can only be read whole."""
         return [self.entry.region_of(extent) for extent in self.entry.extents if extent.coding]
 
     @lazy_property
     def decoded_nbytes(self) -> int:
-        """Return the memory for the chunks that hold one row, decoded; 0 if nothing is encoded."""
+        """Return the memory for the decoded chunks of one row; 0 if no chunk is encoded."""
         nbytes: dict[int, int] = defaultdict(int)
         for chunk in self.chunks:
             nbytes[chunk.start[0] if chunk.start else 0] += chunk.size * self.dtype.itemsize
         return max(nbytes.values(), default=0)
 
     def _from_chunks(self, box: Box) -> Array:
-        """Decode each large chunk once: keep the chunks of the latest read for the rows that follow."""
-        with self._lock:  # several new leaves may come from this one
+        """Decode each large chunk once: keep the chunks of this read for the next rows."""
+        with self._lock:  # several new leaves may share this leaf
             kept, self._decoded = self._decoded, {}
             for chunk in self.chunks:
                 if chunk.overlap(box):
@@ -128,7 +130,7 @@ class Stacked(LazyArray):
         return whole
 
     def _read(self, number: int, box: Box) -> Array:
-        """Read from one array, after the previous one has dropped its decoded chunks. Several threads may read."""
+        """Read from one array, after the previous array has dropped its decoded chunks. Several threads may read."""
         before, array = self._latest, self.inners[number]
         self._latest = array
         if before is not array:
@@ -140,7 +142,7 @@ class Stacked(LazyArray):
 
 
 class Unstacked(LazyArray):
-    """The part of an array at one index of an axis, without that axis."""
+    """The box of an array at one index of an axis, without that axis."""
 
     def __init__(self, inner: LazyArray, axis: int, index: int) -> None:
         self.inner, self.axis, self.index = inner, axis, index
@@ -160,7 +162,7 @@ class Unstacked(LazyArray):
 
 
 def stored_leaves(array: LazyArray) -> list[StoredLeaf]:
-    """List the stored leaves that an array is built from."""
+    """List the stored leaves behind an array."""
     if isinstance(array, StoredLeaf):
         return [array]
     if isinstance(array, Stacked):

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 _Pair = tuple[str, str | None]
 
 RenameRules = str | os.PathLike[str] | Mapping[str, str | None] | Iterable[str | _Pair]
-"""A file of rules, their text, or the rules: a dict {pattern: name}, pairs, or lines. A name may have steps:
-"layers.kernel | transpose"; without a name (None, "") the leaf is left out."""
+"""A file of rules, their text, or the rules: a dict {pattern: name}, pairs, or lines. Steps may follow a name:
+"layers.kernel | transpose". A rule without a name (None, "") drops the leaf."""
 
 
 @dataclass(frozen=True, slots=True)
 class RuleStep:
-    """One step of a rule: transpose, stack or unstack. `number` is the template of the position in a stack."""
+    """A step of a rule: transpose, stack or unstack. `number` is the template of the position in a stack."""
 
     verb: str
     axes: tuple[int, ...] = ()
@@ -40,7 +40,7 @@ class RuleStep:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One line of a rule file. `name` is None if the rule leaves the leaf out."""
+    """One line of a rule file. `name` is None if the rule drops the leaf."""
 
     line: int
     pattern: re.Pattern[str]
@@ -63,14 +63,14 @@ class Rule:
 
 @dataclass(slots=True)
 class Renamed:
-    """Hold the leaves under their new names.
+    """The leaves under their new names.
 
     arrays        by new name
-    transforms    what the rules do to each array, by new name
+    transforms    the steps that each array goes through, as text, by new name
     plain         new names of plain values, by old name
-    kept          names that no rule matches, with a hint at the nearest rule
+    kept          names that no rule matches, with the nearest rule as a hint
     left_out      names that a rule drops
-    unused_rules  rules that match no leaf, by line, each with a hint at the nearest leaf
+    unused_rules  rules that match no leaf, by line, with the nearest leaf as a hint
     """
 
     arrays: dict[str, LazyArray] = field(default_factory=dict)
@@ -85,8 +85,8 @@ class Renamed:
 
 
 def rules_from(given: RenameRules) -> list[Rule]:
-    """Parse rules in any form in which a caller may give them. Text with a line break or an arrow is rules, else a
-    path."""
+    """Parse rules in any form that a caller may pass. A string is a path, unless it contains a line break or an
+    arrow."""
     if isinstance(given, str) and ("\n" in given or "->" in given):
         return parse_rules(given, "rename")
     if isinstance(given, (str, os.PathLike)):
@@ -100,7 +100,7 @@ def rules_from(given: RenameRules) -> list[Rule]:
 
 
 def parse_rules(text: str, origin: str) -> list[Rule]:
-    """Parse the rules of a file. One error lists every line that is not a rule."""
+    """Parse the rules of a file. A single error lists all lines that are not rules."""
     return _parsed(text.splitlines(), origin)
 
 
@@ -121,7 +121,7 @@ def _parsed(lines: Iterable[str | _Pair], origin: str) -> list[Rule]:
     if problems:
         raise FormatError("\n  ".join([f"{origin} cannot be read as rules:", *problems]))
     if not rules:
-        raise ValueError(f"{origin} has no rules; one is a line: PATTERN -> NAME")
+        raise ValueError(f"{origin} has no rules; write one on each line: PATTERN -> NAME")
     return rules
 
 
@@ -170,10 +170,10 @@ def _numbers(words: list[str], most: int) -> tuple[int, ...]:
 
 
 def _check(rule: Rule) -> None:
-    """Refuse a rule that cannot work for any leaf."""
+    """Raise FormatError if a rule can fit no leaf."""
     verbs = [step.verb for step in rule.steps]
     if rule.name is None and verbs:
-        raise FormatError("a rule that leaves a leaf out has no steps")
+        raise FormatError("a rule without a new name drops the leaf, and can have no steps")
     if "stack" in verbs[:-1]:
         raise FormatError("stack must be the last step")
     if "unstack" in verbs[1:] or ("unstack" in verbs and "stack" in verbs):
@@ -207,7 +207,7 @@ def _fill(template: str, match: re.Match[str]) -> str:
 
 
 def apply(rules: Sequence[Rule], arrays: Mapping[str, LazyArray], plain: Sequence[str]) -> Renamed:
-    """Apply the rules to arrays and to the names of plain values. One error lists every problem."""
+    """Apply the rules to arrays and to the names of plain values. A single error lists all problems."""
     renaming = _Renaming(rules)
     for name in (*arrays, *plain):
         renaming.add_leaf(name, arrays.get(name))
@@ -220,7 +220,7 @@ def apply(rules: Sequence[Rule], arrays: Mapping[str, LazyArray], plain: Sequenc
 
 
 class _Member(NamedTuple):
-    """An array that becomes part of a stack."""
+    """An array in a stack."""
 
     number: int
     old: str
@@ -284,7 +284,7 @@ class _Renaming:
         self.taken.add(new)
 
     def add_hints(self) -> None:
-        """Name for each unused rule the leaf that it nearly matches, and for that leaf the rule."""
+        """Add the nearest leaf to each unused rule, and the rule to that leaf."""
         renamed = self.renamed
         near: dict[str, Rule] = {}
         for rule in self.rules:
@@ -357,7 +357,7 @@ def _number(text: str) -> int:
 
 
 def refuse_transformed_keys(arrays: Iterable[LazyArray]) -> None:
-    """Refuse PRNG keys that were transposed, stacked or unstacked: they are stored with an axis more than they have."""
+    """Refuse transposed, stacked and unstacked PRNG keys: their stored arrays have one axis more than the keys."""
     problems = [
         f"leaf {stored.name!r} holds PRNG keys, which cannot be transposed, stacked or unstacked"
         for array in arrays

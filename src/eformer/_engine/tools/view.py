@@ -46,6 +46,7 @@ class Inspection(Shown):
     """The facts about a checkpoint. `print` and notebooks show them as a folded tree.
 
     format      the name of the format, such as "safetensors"
+    version     the version of the manifest
     trees       the trees by prefix; a tree that was saved without a prefix is under ""
     left_out    files in the directory that are not read and may hold leaves
     signed_by   the id of the key that has signed the checkpoint, as the signature claims: only `verify` checks it
@@ -53,6 +54,7 @@ class Inspection(Shown):
     """
 
     format: str
+    version: int
     trees: dict[str, TreeEntry]
     left_out: tuple[str, ...] = ()
     signed_by: str | None = None
@@ -91,6 +93,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
 def _inspected(found: Found) -> Inspection:
     return Inspection(
         format=found.manifest.format,
+        version=found.manifest.version,
         trees=dict(found.trees),
         left_out=found.left_out(),
         signed_by=signer_of(found),
