@@ -178,7 +178,7 @@ def test_convert_to_an_adapter_of_peft(tmp_path):
     [
         (
             [],
-            "lora_alpha is not known, and no leaf tells it; give it with --config, such as lora_alpha=32",
+            "lora_alpha is unknown, and does not follow from the leaves; pass it with --config, such as lora_alpha=32",
             1,
         ),
         (["--config", "absent.json"], "--config absent.json is neither NAME=VALUE nor a JSON file", 2),

@@ -87,7 +87,7 @@ def test_rules_of_the_command_line_leave_steps_of_orbax(of_orbax):
     assert [line.split()[0] for line in marked if line.endswith("would be removed")] == ["4"]
     shown = command("prune", of_orbax, "--keep", 1, "--dry-run").stdout
     assert (
-        "leave   2: another program wrote it (orbax); --foreign counts and removes such steps, too" in shown
+        "leave   2: another program wrote it (orbax); --foreign also counts and removes such steps" in shown
     )
     done = json.loads(command("prune", of_orbax, "--keep", 1, "--foreign", "--yes", "--json").stdout)
     assert done["removed"] == ["2", "step-4"]

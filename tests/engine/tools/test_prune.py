@@ -461,7 +461,7 @@ def test_a_step_of_several_trees_has_metrics(run):
 
 def test_no_rule_is_refused(run):
     for nothing in ([], None):
-        with pytest.raises(ValueError, match="no rule says which checkpoints stay"):
+        with pytest.raises(ValueError, match="no rule selects checkpoints to keep"):
             prune(run, keep=nothing)
     assert len(os.listdir(run)) == 4
 

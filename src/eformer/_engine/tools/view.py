@@ -1,4 +1,4 @@
-"""Open a checkpoint as a mapping from names to leaves, and read only the parts that are indexed. No jax."""
+"""Open a checkpoint as a mapping from names to leaves, and read only the indexed elements. No jax."""
 
 from __future__ import annotations
 
@@ -111,9 +111,9 @@ def open(  # noqa: A001
 ) -> View:
     """Open one tree of the checkpoint at `path` as a mapping from names to leaves. Reads no data.
 
-    Indexing a leaf reads those elements and checks them against their digests. `prefix` chooses the tree, if there are
-    several. The elements are those that are stored; those of a quantised model lack their scales. `cache` keeps what is
-    read from a bucket, and `key` refuses what its owner has not signed, see `load`.
+    Indexing a leaf reads the indexed elements and checks them against their digests. `prefix` selects one of several
+    trees. Elements come as stored; the elements of a quantised model lack their scales. `cache` keeps bytes from a
+    bucket on the disk. With `key`, a public key, bytes that its owner has not signed raise an error, as in `load`.
 
     Example:
 
@@ -128,11 +128,11 @@ def open(  # noqa: A001
 class View(Shown, Mapping[str, Any]):
     """Map names to arrays that are read when they are indexed, and to plain values.
 
-    A name may be escaped, as iteration yields it, or as people write it. The name of a subtree gives a dict of its
-    leaves by their names.
+    A name may be escaped, as iteration yields it, or readable. The name of a subtree gives a dict of its leaves by
+    their names.
 
-    A view keeps up to 256 files of its checkpoint open, and so stays readable when a newer save replaces them. Close
-    it, or use it as a context manager.
+    A view keeps up to 256 files of its checkpoint open, so it stays readable when a newer save replaces them. Close it,
+    or use it as a context manager.
     """
 
     def __init__(self, found: Found, prefix: str | None, cache: Cached = None, *, holds: bool = True) -> None:
@@ -211,7 +211,7 @@ class View(Shown, Mapping[str, Any]):
 
     @uninterrupted
     def close(self) -> None:
-        """Close the files. Arrays of the view cannot be read any more."""
+        """Close the files. Later reads raise ValueError."""
         self._is_open = False
         self._files.close()
 
@@ -222,7 +222,9 @@ class View(Shown, Mapping[str, Any]):
         self.close()
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if getattr(self, "_files", None) and not is_finalizing():  # the interpreter closes everything then
+        if (
+            getattr(self, "_files", None) and not is_finalizing()
+        ):  # at its end the interpreter closes all files
             self.close()
 
     def __reduce__(self) -> Any:
@@ -237,7 +239,7 @@ class View(Shown, Mapping[str, Any]):
         return array
 
     def read_all(self, names: Sequence[str]) -> dict[str, Array]:
-        """Read the arrays of these `names` at once, which is much faster than one by one if they are small."""
+        """Read the arrays of these `names` together: for small arrays much faster than one by one."""
         wants = [Want(name, entry := self._entries[name], entry.dtype) for name in names]
         return {name: array for name, (array,) in zip(names, self._fetch(wants), strict=True)}
 
@@ -263,7 +265,7 @@ class View(Shown, Mapping[str, Any]):
 
 
 def open_incomplete(path: str | os.PathLike[str], *, prefix: str | None = None) -> View:
-    """Open a tree although files of it may be missing: reading one of their leaves raises CorruptionError."""
+    """Open a tree even if some of its files are missing: reading a leaf in them raises CorruptionError."""
     return look_at(path, lambda found: View(found, prefix, holds=False))
 
 
@@ -276,7 +278,7 @@ def _opened(
 
 
 class LeafView:
-    """One array of a checkpoint. Indexing reads the elements asked for, and checks them."""
+    """One array of a checkpoint. Indexing reads the indexed elements and checks them."""
 
     def __init__(self, view: View, name: str, entry: LeafEntry) -> None:
         self._view, self.name, self.entry = view, name, entry
