@@ -61,7 +61,7 @@ def test_prune_removes_what_steps_marks_by_the_same_rules(run, rules, removed):
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ([], "say which checkpoints stay"),
+        ([], "no rule selects checkpoints to keep"),
         (["--keep-best", 1], "need each other"),
         (["--by", "loss"], "need each other"),
         (["--keep", 1, "--mode", "max"], "--keep-best, which is missing"),

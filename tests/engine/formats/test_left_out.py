@@ -114,7 +114,7 @@ def test_a_checkpoint_of_ours_below_is_another_one(path, form):
 def test_a_conversion_is_refused_unless_it_may_leave_something_out(path, tmp_path):
     put(path, "optimizer.pt")
     with pytest.raises(
-        FormatError, match=r"1 file would be left out.*optimizer\.pt\. Pass allow_missing=True"
+        FormatError, match=r"1 file would be lost.*optimizer\.pt\. Pass allow_missing=True"
     ):
         checkpoint.convert(path, tmp_path / "new", to="safetensors")
     assert not (tmp_path / "new").exists()
@@ -186,7 +186,7 @@ def test_a_file_beside_the_items_is_left_out(items):
 def test_a_file_in_an_item_is_left_out_of_that_item(items, tmp_path):
     put(items, "data/a", "state/extra.bin")
     assert checkpoint.inspect(items).left_out == ("data/", "state/extra.bin")
-    with pytest.raises(FormatError, match=r"1 file would be left out.*state/extra\.bin"):
+    with pytest.raises(FormatError, match=r"1 file would be lost.*state/extra\.bin"):
         checkpoint.convert(items, tmp_path / "new", to="safetensors", prefix="state")
 
 

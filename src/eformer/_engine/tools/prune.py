@@ -283,8 +283,8 @@ def _files_of(found: Found, there: Collection[str]) -> set[str]:
 
 
 def _is_of_saves(path: str, saves: Collection[str], *, has_leases: bool) -> bool:
-    """Tell by its name whether a file belongs to a save: one of `saves` wrote it, it is in a scratch directory, or it is
-    a lease in a bucket."""
+    """Tell by its name whether a file belongs to a save: one of `saves` wrote it, it is in a scratch directory, or it
+    is a lease in a bucket."""
     top = path.partition("/")[0]
     if has_leases and top == LEASES:
         return True
