@@ -475,7 +475,6 @@ def steps(run: str, as_json: bool, **keep: Any) -> None:
     eformer steps ./run --keep 3
     """
     from eformer._engine.pages.timeline import step_facts
-    from eformer._engine.record.text import size
 
     found = step_facts(run, options.rules_from(**keep))
     if as_json:
@@ -483,21 +482,10 @@ def steps(run: str, as_json: bool, **keep: Any) -> None:
         return
     if not found:
         say(f"no steps in {run}")
-    for step in found:
-        metrics = " ".join(f"{name}={value:.6g}" for name, value in step["metrics"].items())
-        parts = [
-            f"{step['number']:>10}",
-            f"{size(step['nbytes']):>8}",
-            step["saved_at"] or "",
-            step["why"],
-            metrics,
-            "resumed from" if step["is_resumed_from"] else "",
-        ]
-        line = "  ".join(filter(None, parts))
-        if step["problem"]:
-            say(f"{line}  damaged: {step['problem']}", "red")
-        else:
-            say(f"{line}  would be removed" if step["is_removed"] else line)
+        return
+    from eformer.cli import terminal
+
+    terminal.list_steps(found, terminal.console())
 
 
 @main.command(short_help="Try everything in ten seconds")

@@ -6,6 +6,7 @@ import io
 import re
 import shutil
 import sys
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len, set_cell_size
@@ -164,3 +165,41 @@ def list_leaves(leaves: list[Facts], spellings: dict[str, dict[str, str]], on: C
             shape = ",".join(map(str, leaf["shape"]))
             line = printable(f"{name}  {size(leaf['bytes']):>8}  {leaf['dtype']}[{shape}]")
         on.print(Text(line), overflow="ignore", no_wrap=True, crop=False)
+
+
+def list_steps(steps: list[Facts], on: Console) -> None:
+    """Print a table of the steps of a run, with a column for each metric. Nothing is shortened."""
+    metrics = list(dict.fromkeys(name for step in steps for name in step["metrics"]))
+    rows = [["Step", "Saved", "Size", "Why", *map(printable, metrics), ""]]
+    rows += [_step_row(step, metrics) for step in steps]
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    left = {1, 3, len(widths) - 1}  # texts; numbers go to the right
+    styles = ["bold", *(_step_style(step) for step in steps)]
+    for row, style in zip(rows, styles, strict=True):
+        cells = [
+            set_cell_size(cell, width) if at in left else " " * (width - cell_len(cell)) + cell
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        on.print(Text("  ".join(cells).rstrip(), style=style), overflow="ignore", no_wrap=True, crop=False)
+
+
+def _step_row(step: Facts, metrics: list[str]) -> list[str]:
+    saved = datetime.fromisoformat(step["saved_at"]).astimezone() if step["saved_at"] else None
+    values = [f"{step['metrics'][name]:.6g}" if name in step["metrics"] else "" for name in metrics]
+    notes = [
+        "resumed from" if step["is_resumed_from"] else "",
+        "would be removed" if step["is_removed"] else "",
+        f"damaged: {printable(step['problem'])}" if step["problem"] else "",
+    ]
+    when = f"{saved:%Y-%m-%d %H:%M:%S}" if saved else ""
+    return [
+        *(str(step["number"]), when, size(step["nbytes"]), printable(step["why"])),
+        *values,
+        ", ".join(filter(None, notes)),
+    ]
+
+
+def _step_style(step: Facts) -> str:
+    if step["problem"]:
+        return "red"
+    return "yellow" if step["is_removed"] else ""

@@ -113,9 +113,7 @@ def test_a_checkpoint_of_ours_below_is_another_one(path, form):
 
 def test_a_conversion_is_refused_unless_it_may_leave_something_out(path, tmp_path):
     put(path, "optimizer.pt")
-    with pytest.raises(
-        FormatError, match=r"1 file would be lost.*optimizer\.pt\. Pass allow_missing=True"
-    ):
+    with pytest.raises(FormatError, match=r"1 file would be lost.*optimizer\.pt\. Pass allow_missing=True"):
         checkpoint.convert(path, tmp_path / "new", to="safetensors")
     assert not (tmp_path / "new").exists()
     done = checkpoint.convert(path, tmp_path / "new", to="safetensors", allow_missing=True)

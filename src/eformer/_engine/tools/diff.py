@@ -103,7 +103,9 @@ class Diff:
         return glance(str(self))
 
     def __str__(self) -> str:
-        lines = [f"{self.a} and {self.b}: {'the same' if self.same else 'different'}, {self._counts()}"]
+        lines = [
+            f"{self.a} and {self.b}: {'leaves the same' if self.same else 'different'}, {self._counts()}"
+        ]
         lines += [f"~ {change}" for change in self.changed if change.became]
         lines += [f"- {name}: {what}" for name, what in self.removed.items()]
         lines += [f"+ {name}: {what}" for name, what in self.added.items()]
@@ -325,8 +327,18 @@ def _notes(a: View, b: View) -> Iterator[str]:
     is_known = not any(isinstance(side, dict) and UNREADABLE in side for side in (one, other))
     if is_known and set(a) == set(b) and one != other:
         yield "some containers are of different kinds, such as a list and a dict"
-    if a.tree.raw_metadata != b.tree.raw_metadata:
-        yield "the metadata differs"
+    if changes := list(_metadata_changes(a.tree.raw_metadata, b.tree.raw_metadata)):
+        yield f"the metadata differs: {few(changes)}"
     for view in (a, b):
         if view.left_out:
             yield f"not compared, and may hold leaves: {few(view.left_out)}"
+
+
+def _metadata_changes(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+    for name in {**before, **after}:
+        if name not in after:
+            yield f"{name} removed"
+        elif name not in before:
+            yield f"{name} added"
+        elif before[name] != after[name]:
+            yield f"{name} changed"

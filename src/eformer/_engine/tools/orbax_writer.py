@@ -168,7 +168,7 @@ def write_tree(directory: Path, leaves: Sequence[OrbaxLeaf], staging: Staging, m
 
 
 def write_checkpoint_metadata(directory: Path, prefixes: Sequence[str]) -> None:
-    """Write the files that make a directory a checkpoint, of one tree without a prefix or of an item for each prefix."""
+    """Write the files that make a directory a checkpoint: of one tree without a prefix, or an item for each prefix."""
     now = time.time_ns()
     handlers: Any = _HANDLER if list(prefixes) == [""] else dict.fromkeys(prefixes, _HANDLER)
     described = {

@@ -20,7 +20,7 @@ from eformer._engine.formats.steps import is_of_orbax, is_run, steps_in
 from eformer._engine.loading.fetch import check
 from eformer._engine.loading.read_plan import Want
 from eformer._engine.record.digests import xxh3_128
-from eformer._engine.record.text import count, few, glance
+from eformer._engine.record.text import count, few, glance, size
 from eformer._engine.runs.steps import path_of_step, steps
 from eformer._engine.stores.cache import caching
 from eformer._engine.stores.keys import public_key
@@ -99,7 +99,8 @@ class Verification:
             how = "every digest matches"
         elif self.has_checksums:
             how = "every checksum matches"
-        return f"{self.path}: {self.leaves} leaves, {self.nbytes} bytes: {how}{self._signed}"
+        leaves = count(self.leaves, "leaf", "leaves")
+        return f"{self.path}: {leaves}, {size(self.nbytes)}: {how}{self._signed}"
 
     @property
     def _signed(self) -> str:
@@ -137,7 +138,7 @@ def verify(
         >>> found.ok
         True
         >>> print(found)
-        run/step-100: 3 leaves, 384 bytes: every digest matches
+        run/step-100: 3 leaves, 384 B: every digest matches
         >>> [each.path for each in verify("run").steps]
         ['run/step-100', 'run/step-200', 'run/step-300']
     """
