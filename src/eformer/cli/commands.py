@@ -102,7 +102,7 @@ def inspect(path: str, name: str | None, prefix: str | None, as_json: bool, svg:
 @options.prefix
 @options.as_json
 def list_leaves(path: str, name: str | None, prefix: str | None, as_json: bool) -> None:
-    """List the leaves of the checkpoint at PATH, or only those that NAME finds, one line each.
+    """List the leaves of the checkpoint at PATH, or only the leaves that NAME finds, one line each.
 
     NAME is the name of a leaf or subtree, or a glob pattern. Write keys that contain dots as they are. The exit code is
     1 if NAME finds nothing.
@@ -187,7 +187,7 @@ def verify(paths: tuple[str, ...], step: int | None, key: str | None, as_json: b
 
 
 def _verified_facts(found: Verification) -> dict[str, Any]:
-    """Return the facts that `verify` found; for a run, also those of each step."""
+    """Return the facts that `verify` found; for a run, also the facts of each step."""
     facts = picked(
         found,
         *("path", "trees", "leaves", "nbytes", "has_digests", "has_checksums", "left_out"),
@@ -526,8 +526,8 @@ def demo(directory: str | None) -> None:
         tries = {"demo ./demo": "run it again and keep the files"} | tries
     say("\nTry next:", bold=True)
     width = max(map(len, tries))
-    for command, what in tries.items():
-        click.echo(f"  eformer {command:<{width}}   {what}")
+    for command, purpose in tries.items():
+        click.echo(f"  eformer {command:<{width}}   {purpose}")
 
 
 @main.command(short_help="Print a completion script for a shell")

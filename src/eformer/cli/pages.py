@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @options.prefix
 @click.option("--memory", type=Size(), help="Maximum memory of the program, such as 2GB.")
 @options.keep
-@click.option("--json", "as_json", is_flag=True, help="Print what the page shows as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the data of the page as JSON.")
 def report(
     path: str,
     against: str | None,

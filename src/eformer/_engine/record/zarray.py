@@ -108,12 +108,12 @@ class ZArray(msgspec.Struct, frozen=True):
                 f"{origin} does not describe a valid array: shape {list(self.shape)}, chunks {list(self.chunks)}"
             )
         if self.filters or self.codec not in _COMPRESSORS:
-            what = f"compressed by {self.codec[:40]!r}"
+            how = f"compressed by {self.codec[:40]!r}"
             if self.filters:
                 names = [item.get("id") if isinstance(item, dict) else item for item in self.filters[:8]]
-                what = f"changed by the filters {str(names)[:200]}"
+                how = f"changed by the filters {str(names)[:200]}"
             raise FormatError(
-                f"{origin} describes an array that is {what}, which eformer does not decode. It is not damaged: write "
+                f"{origin} describes an array that is {how}, which eformer does not decode. It is not damaged: write "
                 f"it again without filters, for example with zstd. Known are {', '.join(filter(None, _COMPRESSORS))}"
             )
 

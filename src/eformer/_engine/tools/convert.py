@@ -183,9 +183,9 @@ def _check(
             f"max_shard_bytes={max_shard_bytes}: only a directory of safetensors files has shards"
         )
     if (is_one_file or target == "peft") and len(trees) != 1:
-        what = "adapter" if target == "peft" else "file"
+        kind = "adapter" if target == "peft" else "file"
         raise ValueError(
-            f"one {what} holds one tree, and the source has {sorted(trees)}; choose one with prefix="
+            f"one {kind} holds one tree, and the source has {sorted(trees)}; choose one with prefix="
         )
     for tree in trees.values():
         if target == "npz":

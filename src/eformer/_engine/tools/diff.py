@@ -65,8 +65,8 @@ class Change:
         return self.became_nan + self.became_inf
 
     def __str__(self) -> str:
-        what = self.before if self.before == self.after else f"{self.before} -> {self.after}"
-        parts = [self.name, became_text(self.became_nan, self.became_inf), what]
+        described = self.before if self.before == self.after else f"{self.before} -> {self.after}"
+        parts = [self.name, became_text(self.became_nan, self.became_inf), described]
         if self.share is not None:
             parts.append(
                 f"largest difference {self.largest:.3g}, mean {self.mean:.3g}, "
@@ -107,8 +107,8 @@ class Diff:
             f"{self.a} and {self.b}: {'leaves the same' if self.same else 'different'}, {self._counts()}"
         ]
         lines += [f"~ {change}" for change in self.changed if change.became]
-        lines += [f"- {name}: {what}" for name, what in self.removed.items()]
-        lines += [f"+ {name}: {what}" for name, what in self.added.items()]
+        lines += [f"- {name}: {text}" for name, text in self.removed.items()]
+        lines += [f"+ {name}: {text}" for name, text in self.added.items()]
         lines += [f"~ {change}" for change in self.changed if not change.became]
         return "\n".join(lines + [f"! {note}" for note in self.notes])
 
@@ -118,7 +118,7 @@ class Diff:
             "added": len(self.added), "removed": len(self.removed), "changed": len(self.changed),
             "unchanged": self.unchanged,
         }  # fmt: skip
-        return ", ".join(f"{count} {what}" for what, count in counts.items() if count) or "no leaves"
+        return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count) or "no leaves"
 
 
 @uninterrupted
@@ -243,14 +243,14 @@ class _Pair:
             found.notes += [self.label + note for note in _notes(self.a, self.b)]
 
     def change(self, name: str, before: Any, after: Any, values: Comparison | None) -> Change | None:
-        what = describe(before), describe(after)
+        described = describe(before), describe(after)
         if values is None:
-            return self.recorded_change(name, before, after, what)
-        if not values.differing and what[0] == what[1]:
+            return self.recorded_change(name, before, after, described)
+        if not values.differing and described[0] == described[1]:
             return None
         return Change(
             self.label + name,
-            *what,
+            *described,
             values.farthest,
             values.mean,
             values.share,
@@ -258,15 +258,17 @@ class _Pair:
             became_inf=values.became_inf,
         )
 
-    def recorded_change(self, name: str, before: Any, after: Any, what: tuple[str, str]) -> Change | None:
+    def recorded_change(
+        self, name: str, before: Any, after: Any, described: tuple[str, str]
+    ) -> Change | None:
         if not recorded_difference(before, after):
             return None
         if isinstance(before, Plain) != isinstance(after, Plain):
             before, of_before = self.with_value(self.a, name, before)
             after, of_after = self.with_value(self.b, name, after)
-            what = of_before, of_after
+            described = of_before, of_after
         nan, inf = plain_became(before, after)
-        return Change(self.label + name, *what, became_nan=nan, became_inf=inf)
+        return Change(self.label + name, *described, became_nan=nan, became_inf=inf)
 
     def with_value(self, view: View | None, name: str, leaf: Any) -> tuple[Any, str]:
         """Return the number and the description of a leaf, if a plain value became an array without axes or the
