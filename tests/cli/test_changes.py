@@ -262,7 +262,8 @@ def test_prune_lists_other_files_before_it_asks(steps):
         [EFORMER, "prune", str(steps), "--keep", "2"], input="n\n", capture_output=True, text=True
     )
     assert (
-        "remove  step-9\n        with notes.txt, which is not part of it\nRemove 1 checkpoint" in done.stdout
+        "remove  step-9\n        with notes.txt, which does not belong to it\nRemove 1 checkpoint"
+        in done.stdout
     )
     found = json.loads(run("prune", steps, "--keep", 2, "--dry-run", "--json").stdout)
     assert found["other_files"] == {"step-9": ["notes.txt"]}

@@ -159,7 +159,7 @@ def test_verify_tells_nothing_there_from_damage(model, tmp_path):
     (path / "manifest.json").write_text('{"digest":"')
     run("verify", path, code=1)
     run("verify", model, code=0)
-    assert "2 if there is no checkpoint" in " ".join(run("verify", "--help").stdout.split())
+    assert "2 if no checkpoint exists" in " ".join(run("verify", "--help").stdout.split())
 
 
 def test_a_shard_shows_the_whole_model_with_layers_folded(tmp_path):

@@ -97,7 +97,7 @@ def test_a_pattern_names_other_checkpoints(mixed, pattern, removed):
 
 def test_checkpoints_of_other_programs_are_removed_if_that_is_asked_for(mixed):
     for pattern, removed in (("fold*.npz", "fold1.npz"), ("hf-*", "hf-6")):
-        with pytest.raises(NotFoundError, match=r"another program wrote it .*; foreign=True counts"):
+        with pytest.raises(NotFoundError, match=r"another program wrote it .*; foreign=True also counts"):
             prune(mixed, keep=1, pattern=pattern)
         assert (mixed / removed).exists()
         assert prune(mixed, keep=1, pattern=pattern, foreign=True).removed == (removed,)
@@ -106,7 +106,7 @@ def test_checkpoints_of_other_programs_are_removed_if_that_is_asked_for(mixed):
 
 @pytest.mark.parametrize("pattern", ["", "ema", "*", "a*b*", "runs/step-*"])
 def test_a_pattern_has_one_place_for_the_number(mixed, pattern):
-    with pytest.raises(ValueError, match=r"expected a name with one \*, which stands for the number"):
+    with pytest.raises(ValueError, match=r"expected a name with one \* in place of the number"):
         prune(mixed, keep=1, pattern=pattern)
 
 
