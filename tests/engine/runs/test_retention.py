@@ -210,7 +210,7 @@ def test_the_step_that_a_run_was_resumed_from_stays_after_its_end(tmp_path):
     save_steps(path, [1, 2])
     save_steps(path, [3, 4, 5], keep=1)
     assert names(path) == ["step-2", "step-5"]
-    lines = command("steps", path, "--keep", 1).stdout.splitlines()
+    lines = command("steps", path, "--keep", 1).stdout.splitlines()[1:]
     assert ["resumed from" in line for line in lines] == [True, False]
     assert not any("would be removed" in line for line in lines)
     facts = json.loads(command("steps", path, "--json").stdout)["steps"]
