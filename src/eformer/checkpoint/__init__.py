@@ -2,7 +2,7 @@
 
 save, save_async         save a tree, with SaveOptions; save_async returns a Pending
 wait                     wait for every save_async of this process
-Run                      save the steps of a training run by rule (Every, Keep), and resume it (Resumed, Step)
+Run                      save the steps of a training run by rule (Every, Keep, Near), and resume it (Resumed, Step)
 steps, latest            list the steps of a run; the path of the newest one
 follow, score            look at a run from another job: wait for its steps, add metrics to them
 load                     load a tree onto any mesh; with return_report a LoadReport, too
@@ -11,7 +11,7 @@ open, inspect            look at the leaves of a checkpoint without loading it; 
 verify                   check every byte against its digest; return a Verification
 sign                     sign every byte with a private key, which `load` and `verify` check with the public one
 diff                     compare two checkpoints; return a Diff
-report                   show a checkpoint, two of them or a run as a page for a browser; return an HtmlReport
+report                   show a checkpoint, two of them or a run as a page for a browser; return a Report
 convert                  write a checkpoint in another format; return a Conversion
 prune                    delete all but the last checkpoints of a run; return a Pruned
 store_options            set endpoints, credentials and other options of buckets
@@ -35,8 +35,8 @@ _NAMES = {
     "loading.load": "load",
     "loading.request": "LoadReport",
     "record.options": "SaveOptions",
-    "record.policies": "Every Keep",
-    "pages.report": "HtmlReport report",
+    "record.policies": "Every Keep Near",
+    "pages.report": "Report report",
     "runs.follow": "follow score",
     "runs.resume": "Resumed",
     "runs.run": "Run",
@@ -62,11 +62,12 @@ if TYPE_CHECKING:
     from eformer._engine.loading.dry_run import dry_run as dry_run
     from eformer._engine.loading.load import load as load
     from eformer._engine.loading.request import LoadReport as LoadReport
-    from eformer._engine.pages.report import HtmlReport as HtmlReport
+    from eformer._engine.pages.report import Report as Report
     from eformer._engine.pages.report import report as report
     from eformer._engine.record.options import SaveOptions as SaveOptions
     from eformer._engine.record.policies import Every as Every
     from eformer._engine.record.policies import Keep as Keep
+    from eformer._engine.record.policies import Near as Near
     from eformer._engine.runs.follow import follow as follow
     from eformer._engine.runs.follow import score as score
     from eformer._engine.runs.resume import Resumed as Resumed

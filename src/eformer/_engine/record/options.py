@@ -35,8 +35,8 @@ class SaveOptions:
                       linked file holds leaves that have changed since. None, the default, means False, except in a
                       `Run`, which uses its last step and links only files whose leaves are all unchanged: other
                       programs can always open them
-    store_options     a dict of options of the bucket, see `store_options`; from this call on they hold for the path and
-                      everything below it
+    store_options     a dict of options of the bucket, which `store_options` lists. They hold for one save, until it is
+                      done; the options of a `Run` hold until it is closed
 
     Only for the format "tensorstore":
 
