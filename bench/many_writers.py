@@ -5,7 +5,7 @@
 Writers and readers are played one after the other in one process. A writer lays out, writes and records its part by the
 code of a save, and the first one commits; a reader finds, selects, locates, plans and reads into host memory by the
 code of a load, without making arrays of JAX. Every reader reads twice: as it is, and from the same checkpoint without
-the table of holdings in the manifest, as earlier versions wrote it, where it has to read the records of all writers.
+the table of owners in the manifest, as earlier versions wrote it, where it has to read the records of all writers.
 
 With 1,000 writers that each have a box of 100,000 leaves only the writers that the readers need are played. The others
 are what these recorded, moved to their place. Takes four minutes, 3 GB of disk and 4 GB of memory.
@@ -38,10 +38,10 @@ from eformer._engine.loading.select import compare, select
 from eformer._engine.loading.sources import Source as LoadSource
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.digests import Hasher
-from eformer._engine.record.holdings import Held, Holdings
 from eformer._engine.record.indexes import MANIFEST
 from eformer._engine.record.manifest import Manifest, Receipt, RecordedSharding, weight_of
 from eformer._engine.record.options import SaveOptions
+from eformer._engine.record.owners import OwnedLeaves, Owners
 from eformer._engine.record.planned import Source
 from eformer._engine.saving.commit import new_tree
 from eformer._engine.saving.reuse import Kept
@@ -214,10 +214,10 @@ def save(case: Case, url: str) -> Written:
         Save.commit(first, merged([decode(message) for message in messages]))
         written.commit = time.perf_counter() - began
     data = store_at(url).read(MANIFEST)[0]
-    holdings = Manifest.from_json(data, url).trees[""].holdings
+    owners = Manifest.from_json(data, url).trees[""].owners
     written.receipt = max(map(len, messages))
     written.record = max(file.header_nbytes for receipt in receipts.values() for file in receipt.files)
-    written.manifest, written.table = len(data), len(msgspec.json.encode(holdings))
+    written.manifest, written.table = len(data), len(msgspec.json.encode(owners))
     return written
 
 
@@ -261,16 +261,16 @@ def _add_others(case: Case, first: SaveOfSeveral, receipts: dict[int, Receipt]) 
             like,
             files=[msgspec.structs.replace(file, name=name)],
             weight=missing % 2**64,
-            holdings=moved(case, like.holdings, writer),
+            owners=moved(case, like.owners, writer),
         )
         missing = 0
-    assert all(receipts[w].holdings == moved(case, like.holdings, w) for w in case.played)
+    assert all(receipts[w].owners == moved(case, like.owners, w) for w in case.played)
 
 
-def moved(case: Case, holdings: Any, writer: int) -> Holdings:
+def moved(case: Case, owners: Any, writer: int) -> Owners:
     """What another writer holds: other boxes of the same leaves."""
 
-    def there(held: Held) -> Held:
+    def there(held: OwnedLeaves) -> OwnedLeaves:
         ((start, stop),) = held.boxes or ()
         kind = next(
             kind
@@ -279,9 +279,9 @@ def moved(case: Case, holdings: Any, writer: int) -> Holdings:
             and stop[1 - (kind == 1)] == case.shape(kind)[1 - (kind == 1)]
         )
         box = case.box(kind, writer)
-        return Held(held.leaves, ((box.start, box.stop),))
+        return OwnedLeaves(held.leaves, ((box.start, box.stop),))
 
-    return Holdings(holdings.leaves, tuple(tuple(map(there, held)) for held in holdings.files))
+    return Owners(owners.leaves, tuple(tuple(map(there, held)) for held in owners.files))
 
 
 # ----------------------------------------------------------------------------------------------- read
@@ -390,7 +390,7 @@ def without_table(url: str) -> None:
     store = store_at(url)
     data, _ = store.read(MANIFEST)
     manifest = Manifest.from_json(data, url)
-    tree = msgspec.structs.replace(manifest.trees[""], holdings=msgspec.UNSET)
+    tree = msgspec.structs.replace(manifest.trees[""], owners=msgspec.UNSET)
     new = msgspec.structs.replace(manifest, trees={"": tree}).to_json()
     update_file(store, MANIFEST, lambda _: new)
 
@@ -484,7 +484,7 @@ HEAD = """# Many writers, many readers
 
 By `python bench/many_writers.py --out bench/results`, warm, one reader at a time. Requests and bytes are the most of
 the sampled readers, with those for the manifest and for the data; seconds are their median, up to arrays in host
-memory. "Before" is the same checkpoint without the table of holdings in its manifest. Of 1,000 readers each does what
+memory. "Before" is the same checkpoint without the table of owners in its manifest. Of 1,000 readers each does what
 its row says: their requests together are 1,000 times as many.
 """
 

@@ -20,7 +20,7 @@ CALLS = {name: (call, text) for name, call, text in calls()}
 
 # What functions return: their fields are described, and nobody makes them.
 RESULTS = {
-    "Conversion", "Diff", "DryRun", "LoadReport", "Manifest", "PathStat", "Pending", "Pruned", "Report", "Resumed", "Step",
+    "Conversion", "Diff", "DryRun", "Inspection", "LoadReport", "PathStat", "Pending", "Pruned", "Report", "Resumed", "Step",
     "Verification", "View",
 }  # fmt: skip
 MAIN = [

@@ -36,8 +36,7 @@ checkpoint.register_node(AdamState)  # lets checkpoints rebuild this namedtuple 
 
 
 def run(folder: Path) -> None:
-    """Write `step-100`, `step-200`, `hf` (with other names), `damaged` and `run` to the folder, and print what
-    happens."""
+    """Write `step-100`, `step-200`, `hf` (other names), `damaged` and `run` to the folder, and print each result."""
     use_cpu()
     devices = np.array(jax.devices())
     line, grid = Mesh(devices, ("devices",)), Mesh(devices.reshape(2, 4), ("data", "model"))
@@ -147,15 +146,15 @@ def kill_and_resume(path: Path, whole: Path) -> None:
 
 
 def kill(path: Path, after: int) -> int:
-    """Train in another process, kill that after so many steps, and return the step that it was in."""
+    """Train in another process, kill the process after this many steps, and return the step that it was in."""
     code = "import sys; from eformer import demo; demo.use_cpu(); demo.train(sys.argv[1], 10_000, pause=0.02)"
     with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE) as process:  # noqa: S603
         assert process.stdout is not None
         done = next((step for step in map(int, process.stdout) if step >= after), None)
         process.kill()
-        last = max(map(int, process.stdout), default=done)  # it was faster than the signal
+        last = max(map(int, process.stdout), default=done)  # steps that were done before the signal arrived
     if last is None or process.returncode != -signal.SIGKILL:
-        raise SystemExit(f"the run ended by itself, with code {process.returncode}")
+        raise SystemExit(f"the run ended before the signal, with code {process.returncode}")
     return last + 1
 
 
@@ -185,8 +184,10 @@ def train_step(state: dict[str, jax.Array], batch: jax.Array) -> dict[str, jax.A
 
 
 def train(path: str | os.PathLike[str], until: int, pause: float = 0.0) -> tuple[int, dict[str, jax.Array]]:
-    """Train a small model, resumed if it can be; return the step it began at, and the state. Print the steps that are
-    done if there is a pause after each."""
+    """Train a small model, from its last step if it has one. Return the first step, and the state.
+
+    With a `pause` after each step, print the number of each step.
+    """
     state, data = {"w": jnp.eye(8), "key": jax.random.key(1)}, Batches()
     with checkpoint.Run(path, every=5, keep=2) as run:
         if found := run.resume(like=state, data=data):
@@ -235,4 +236,4 @@ def refusal(call: Any, *args: Any, **options: Any) -> str:
         call(*args, **options)
     except ValueError as error:
         return str(error)
-    raise SystemExit("this should have been refused")
+    raise SystemExit("the call should have failed")

@@ -62,7 +62,7 @@ class Damage:
     leaf      the name of the leaf; empty if the bytes belong to no leaf
     file      the path of the file in the checkpoint; empty if the checkpoint cannot be read at all
     start     the first damaged byte
-    stop      the byte after the last; 0 if a file cannot be read at all
+    stop      the byte after the last; 0 if the problem concerns the file as a whole, such as its length
     problem   a description of the damage
     """
 

@@ -16,6 +16,7 @@ import safetensors.numpy
 
 from eformer import checkpoint
 from eformer.checkpoint import load, save, verify
+from eformer.cli.commands import main
 from support import lora
 from support.commands import EFORMER, on_terminal, run
 
@@ -177,7 +178,7 @@ def test_convert_to_an_adapter_of_peft(tmp_path):
     [
         (
             [],
-            "lora_alpha is not known, and no leaf tells it; give it with --config, such as lora_alpha=32",
+            "lora_alpha is unknown, and does not follow from the leaves; pass it with --config, such as lora_alpha=32",
             1,
         ),
         (["--config", "absent.json"], "--config absent.json is neither NAME=VALUE nor a JSON file", 2),
@@ -261,7 +262,8 @@ def test_prune_lists_other_files_before_it_asks(steps):
         [EFORMER, "prune", str(steps), "--keep", "2"], input="n\n", capture_output=True, text=True
     )
     assert (
-        "remove  step-9\n        with notes.txt, which is not part of it\nRemove 1 checkpoint" in done.stdout
+        "remove  step-9\n        with notes.txt, which does not belong to it\nRemove 1 checkpoint"
+        in done.stdout
     )
     found = json.loads(run("prune", steps, "--keep", 2, "--dry-run", "--json").stdout)
     assert found["other_files"] == {"step-9": ["notes.txt"]}
@@ -379,6 +381,39 @@ def test_an_interrupted_diff_exits_with_130(tmp_path, kill):
     _, said = process.communicate(timeout=60)
     assert process.returncode in (130, 0, -kill), said
     assert process.returncode != 130 or b"interrupted" in said
+
+
+_INTERRUPTED_IMPORT = """
+import signal, sys
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "numpy":
+            try:
+                signal.raise_signal(signal.{kill})
+            except KeyboardInterrupt:
+                raise ImportError("the extension module forgets what has happened") from None
+
+sys.meta_path.insert(0, Finder())
+from eformer.cli.commands import main
+main(["diff", "a", "b"])
+"""
+
+
+@pytest.mark.parametrize("kill", ["SIGINT", "SIGTERM"])
+def test_an_interrupted_import_exits_with_130(kill):
+    program = [sys.executable, "-c", _INTERRUPTED_IMPORT.format(kill=kill)]
+    done = subprocess.run(program, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+
+
+def test_help_lists_every_command_once_in_a_few_words():
+    shown = run("--help").stdout
+    for name, command in main.commands.items():
+        text = command.get_short_help_str(limit=1000)
+        assert len(text) <= 45
+        assert len(re.findall(rf"^  {name} +{text}$", shown, re.MULTILINE)) == 1
+    assert re.findall(r"^(\w+):$", shown, re.MULTILINE) == ["Options", "Look", "Runs", "Change", "Other"]
 
 
 def test_help_shows_examples_as_they_are_typed():

@@ -159,7 +159,7 @@ def test_verify_tells_nothing_there_from_damage(model, tmp_path):
     (path / "manifest.json").write_text('{"digest":"')
     run("verify", path, code=1)
     run("verify", model, code=0)
-    assert "2 if there is no checkpoint" in " ".join(run("verify", "--help").stdout.split())
+    assert "2 if no checkpoint exists" in " ".join(run("verify", "--help").stdout.split())
 
 
 def test_a_shard_shows_the_whole_model_with_layers_folded(tmp_path):
@@ -428,7 +428,7 @@ def test_files_that_are_left_out_are_named(tmp_path):
     (path / "data" / "state").write_bytes(b"\0")
     assert "data/: not read, may hold leaves" in run("inspect", path).stdout
     assert json.loads(run("inspect", path, "--json").stdout)["left_out"] == ["data/"]
-    assert "1 file left out, which may hold leaves: data/" in run("verify", path, code=1).stdout
+    assert "1 file not read, which may hold leaves: data/" in run("verify", path, code=1).stdout
     report = json.loads(run("verify", path, "--json", code=1).stdout)
     assert (report["ok"], report["left_out"], report["damages"]) == (False, ["data/"], [])
 
@@ -450,5 +450,5 @@ def test_a_conversion_that_leaves_files_out_needs_allow_missing(tmp_path):
         refused = run("convert", path, tmp_path / "new", "--to", "safetensors", *how, code=1)
         assert "more.bin. Pass --allow-missing to convert the rest" in refused.stderr
     done = run("convert", path, tmp_path / "new", "--to", "safetensors", "--allow-missing")
-    assert "left out: more.bin, which is not read and may hold leaves" in done.stdout
+    assert "not read, may hold leaves: more.bin" in done.stdout
     run("verify", tmp_path / "new")

@@ -60,7 +60,7 @@ def test_it_prints_an_address_with_a_token_answers_and_ends_at_once(saved, numbe
         assert get(url.rpartition("/")[0][:-1], "/")[0] == 403
         process.send_signal(number)
         out, err = process.communicate(timeout=30)
-        assert (process.returncode, out, err) == (0, "", "Ctrl-C stops it.\n")
+        assert (process.returncode, out, err) == (0, "", "Ctrl-C stops the server.\n")
 
 
 def test_a_checkpoint_alone_is_served_at_the_port_that_was_asked_for(saved):
@@ -77,9 +77,7 @@ def test_another_host_is_warned_of(saved):
         assert get(url.replace("0.0.0.0", "127.0.0.1"))[0] == 200
         process.terminate()
         warning = process.communicate(timeout=30)[1].splitlines()[0]
-    assert warning.startswith(
-        "warning: 0.0.0.0 can be reached from other machines: whoever has the address below"
-    )
+    assert warning.startswith("warning: other machines can reach 0.0.0.0: the address below gives access to")
 
 
 def test_addresses_without_their_last_slash_lead_to_those_with_it(saved):

@@ -32,7 +32,7 @@ def test_the_unsigned_and_the_altered_have_exit_code_1(place):
     run("sign", place / "c", "--key", place / "private.pem")
     (place / "c" / "config.json").write_text("{}")
     done = run("verify", place / "c", "--key", place / "public.pem", code=1)
-    assert "config.json were added after it was signed" in done.stdout
+    assert "config.json was added after the checkpoint was signed" in done.stdout
 
 
 def test_json_says_who_has_signed(place):

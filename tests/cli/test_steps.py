@@ -20,9 +20,14 @@ def run(tmp_path):
 
 
 def test_steps_are_listed_with_what_they_are(run):
-    lines = command("steps", run).stdout.splitlines()
+    header, *lines = command("steps", run).stdout.splitlines()
+    assert header.split() == ["Step", "Saved", "Size", "Why", "loss"]
     assert [line.split()[0] for line in lines] == ["10", "20", "30"]
-    assert all("every" in line and "loss=" in line for line in lines)
+    assert [line.split()[-2:] for line in lines] == [
+        ["every", "0.1"],
+        ["every", "0.05"],
+        ["every", "0.0333333"],
+    ]
 
 
 def test_shared_bytes_are_counted_once(run):
@@ -33,7 +38,7 @@ def test_shared_bytes_are_counted_once(run):
 
 def test_what_would_go_and_what_is_damaged_is_marked(run):
     (run / "step-20" / "manifest.json").write_bytes(b"{")
-    lines = command("steps", run, "--keep", 1).stdout.splitlines()
+    lines = command("steps", run, "--keep", 1).stdout.splitlines()[1:]
     assert lines[0].endswith("would be removed")
     assert "damaged: " in lines[1]
     assert not any(word in lines[2] for word in ("damaged", "removed"))
@@ -61,7 +66,7 @@ def test_prune_removes_what_steps_marks_by_the_same_rules(run, rules, removed):
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ([], "say which checkpoints stay"),
+        ([], "no rule selects checkpoints to keep"),
         (["--keep-best", 1], "need each other"),
         (["--by", "loss"], "need each other"),
         (["--keep", 1, "--mode", "max"], "--keep-best, which is missing"),

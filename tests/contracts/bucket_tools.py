@@ -333,7 +333,7 @@ class BucketTools:
             upload(DATA / "v0_standard", f"{url}/{step}")
         assert checkpoint.prune(url, keep=1, foreign=True).removed == ()
         assert (
-            "all of 1; 2; 3 stay: they would have to be copied to be looked at, as check=True" in caplog.text
+            "all of 1; 2; 3 stay: eformer would have to copy them to read them, as check=True" in caplog.text
         )
         save(tree(), f"{url}/0")
         assert checkpoint.prune(url, keep=1, foreign=True).kept == ("0", "3")

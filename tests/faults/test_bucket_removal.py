@@ -21,7 +21,7 @@ from eformer._engine.stores.checkpoints import sweep as sweep_checkpoint
 from eformer._engine.stores.leases import Leases
 from eformer._engine.stores.locate import store_at
 from eformer._engine.stores.objects import Objects
-from eformer._engine.tools.prune import plan_removal, remove
+from eformer._engine.tools.prune import plan_removal, remove_planned
 from eformer.checkpoint import Run, SaveOptions, load, prune, save
 from eformer.errors import NotFoundError
 from support.bucket_faults import (
@@ -217,7 +217,7 @@ def zombies_of_step(kind, prefix):
 
 def changed(plan):
     with suppress(ValueError):  # the zombie has replaced the step
-        remove(plan)
+        remove_planned(plan)
 
 
 def sweeps_of_new_step(kind):
@@ -352,7 +352,7 @@ def test_a_step_that_a_save_has_begun_to_write_since_the_plan_stays():
     store_at(f"{run}/step-2").objects.put(
         store_at(run).key_of("step-2/model.0123456789abcdef.safetensors"), b"new"
     )
-    done = remove(plan)
+    done = remove_planned(plan)
     assert (done.removed, [*done.left]) == (("step-1",), ["step-2"])
     upload.close()
 
@@ -385,7 +385,7 @@ def test_a_reader_that_comes_before_anything_is_removed_keeps_the_step(kind):
                 readers.enter_context(held(store_at(run), "step-1"))
 
             with watched({threading.current_thread(): Countdown(where, hold)}, {}):
-                removed = remove(plan).removed
+                removed = remove_planned(plan).removed
             with noted(f"at {where}"):
                 kept.add(not removed)
                 assert removed or load(f"{run}/step-1")["n"] == 1
@@ -529,7 +529,7 @@ def test_a_step_that_was_replaced_since_the_plan_stays():
     plan = plan_removal(run, 1)
     put(f"{run}/step-1", 7, "safetensors")
     with pytest.raises(ValueError, match="step-1 has changed since its removal was planned"):
-        remove(plan)
+        remove_planned(plan)
     assert load(f"{run}/step-1")["n"] == 7
 
 

@@ -13,10 +13,10 @@ from eformer._engine.formats.others.single_file import SingleFile
 from eformer._engine.formats.others.sniff import FILE_READERS
 from eformer._engine.formats.safetensors.header import header_length, parse_header
 from eformer._engine.formats.zarr.original_structure import parse_original_structure
-from eformer._engine.record.holdings import holders
 from eformer._engine.record.indexes import Index
 from eformer._engine.record.manifest import Manifest
 from eformer._engine.record.manifest import parse_structure as parse_tree
+from eformer._engine.record.owners import files_with
 from eformer._engine.record.signature import signed_files
 from eformer._engine.record.values import parse_json
 from eformer._engine.record.zarray import parse_zarray
@@ -55,8 +55,8 @@ def _use(found: Manifest) -> None:
 
 def _built(tree: Any) -> Any:
     leaves = tree.listed_leaves()
-    if tree.holdings:
-        holders(tree.holdings, len(leaves), [(number, None) for number in range(len(leaves))])
+    if tree.owners:
+        files_with(tree.owners, len(leaves), [(number, None) for number in range(len(leaves))])
     return unflatten(parse_tree(tree.structure), leaves | tree.values)
 
 

@@ -7,7 +7,7 @@ steps, latest            list the steps of a run; the path of the newest one
 follow, score            look at a run from another job: wait for its steps, add metrics to them
 load                     load a tree onto any mesh; with return_report a LoadReport, too
 abstract                 give the shapes and dtypes of a saved tree, in its structure
-open, inspect            look at the leaves of a checkpoint without loading it; return a View, a Manifest
+open, inspect            look at the leaves of a checkpoint without loading it; return a View, an Inspection
 verify                   check every byte against its digest; return a Verification
 sign                     sign every byte with a private key, which `load` and `verify` check with the public one
 diff                     compare two checkpoints; return a Diff
@@ -34,7 +34,6 @@ _NAMES = {
     "loading.dry_run": "DryRun abstract dry_run",
     "loading.load": "load",
     "loading.request": "LoadReport",
-    "record.manifest": "Manifest",
     "record.options": "SaveOptions",
     "record.policies": "Every Keep Near",
     "pages.report": "Report report",
@@ -51,7 +50,7 @@ _NAMES = {
     "tools.prune": "Pruned prune",
     "tools.sign": "sign",
     "tools.verify": "Verification verify",
-    "tools.view": "View inspect open",
+    "tools.view": "Inspection View inspect open",
     "trees.modules": "register_module",
     "trees.nodes": "register_node",
 }
@@ -65,7 +64,6 @@ if TYPE_CHECKING:
     from eformer._engine.loading.request import LoadReport as LoadReport
     from eformer._engine.pages.report import Report as Report
     from eformer._engine.pages.report import report as report
-    from eformer._engine.record.manifest import Manifest as Manifest
     from eformer._engine.record.options import SaveOptions as SaveOptions
     from eformer._engine.record.policies import Every as Every
     from eformer._engine.record.policies import Keep as Keep
@@ -91,6 +89,7 @@ if TYPE_CHECKING:
     from eformer._engine.tools.sign import sign as sign
     from eformer._engine.tools.verify import Verification as Verification
     from eformer._engine.tools.verify import verify as verify
+    from eformer._engine.tools.view import Inspection as Inspection
     from eformer._engine.tools.view import View as View
     from eformer._engine.tools.view import inspect as inspect
     from eformer._engine.tools.view import open as open  # noqa: A004

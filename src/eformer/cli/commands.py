@@ -35,27 +35,30 @@ if TYPE_CHECKING:
 @click.version_option(__version__, prog_name="eformer")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def main(debug: bool) -> None:  # noqa: ARG001  read by the group
-    """Inspect, verify, compare and convert checkpoints of eformer, Hugging Face, Orbax, flax, numpy and equinox.
+    """Inspect, verify, compare and convert checkpoints of eformer, Orbax, flax, Hugging Face, PyTorch, Keras, Equinox,
+    GGUF and numpy.
 
     \b
+    Examples:
     eformer inspect ./checkpoint             show the format and the tree
     eformer ls ./checkpoint "*.bias"         list leaves, one line each
     eformer verify ./checkpoint              check every byte against its digest
     eformer diff ./checkpoint ./other        show which leaves differ, and by how much
     eformer sign ./checkpoint --key private.pem
     eformer convert ./checkpoint model.safetensors --dtype bf16
-    eformer report ./checkpoint              write a page that shows all of it, for a browser
+    eformer report ./checkpoint              write a page for a browser
     eformer steps ./run                      list the steps of a run
-    eformer serve ./run                      look at a run in a browser, while it trains
+    eformer serve ./run                      show a run in a browser while it trains
     eformer prune ./run --keep 3             delete old checkpoints
     eformer demo                             try everything in ten seconds
     """
-    for number in (signal.SIGTERM, signal.SIGHUP):  # clean up unfinished files when terminated
+    # As a KeyboardInterrupt, so that a command that is terminated removes its unfinished files.
+    for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, signal.default_int_handler)
 
 
-@main.command()
+@main.command(short_help="Show format, metadata and tree")
 @options.path
 @click.argument("name", required=False)
 @options.prefix
@@ -64,7 +67,7 @@ def main(debug: bool) -> None:  # noqa: ARG001  read by the group
 def inspect(path: str, name: str | None, prefix: str | None, as_json: bool, svg: str | None) -> None:
     """Show the format, the metadata and the tree of the checkpoint at PATH, or only the leaves that NAME finds.
 
-    NAME is that of a leaf or a subtree, or a pattern.
+    NAME is the name of a leaf or subtree, or a glob pattern.
 
     \b
     eformer inspect ./checkpoint
@@ -93,16 +96,16 @@ def inspect(path: str, name: str | None, prefix: str | None, as_json: bool, svg:
         sys.exit(1)
 
 
-@main.command("ls")
+@main.command("ls", short_help="List leaves, one line each")
 @options.path
 @click.argument("name", required=False)
 @options.prefix
 @options.as_json
 def list_leaves(path: str, name: str | None, prefix: str | None, as_json: bool) -> None:
-    """List the leaves of the checkpoint at PATH, or only those that NAME finds, one line each.
+    """List the leaves of the checkpoint at PATH, or only the leaves that NAME finds, one line each.
 
-    NAME is that of a leaf or a subtree, or a pattern. Keys that have dots in them may be written as they are; the exit
-    code is 1 if nothing is found.
+    NAME is the name of a leaf or subtree, or a glob pattern. Write keys that contain dots as they are. The exit code is
+    1 if NAME finds nothing.
 
     \b
     eformer ls ./checkpoint
@@ -133,24 +136,24 @@ def list_leaves(path: str, name: str | None, prefix: str | None, as_json: bool) 
         sys.exit(1)
 
 
-@main.command()
+@main.command(short_help="Check every byte against its digest")
 @click.argument("paths", type=click.Path(), nargs=-1, required=True, metavar="PATH...")
 @click.option("--step", type=int, metavar="N", help="Check only this step of a run.")
 @click.option(
-    "--key", type=click.Path(exists=True, dir_okay=False), help="A public key: check the signature."
+    "--key", type=click.Path(exists=True, dir_okay=False), help="Check the signature with this public key."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON: an object, for several paths a list.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: an object, or a list for several paths.")
 @options.quiet
 def verify(paths: tuple[str, ...], step: int | None, key: str | None, as_json: bool, quiet: bool) -> None:
-    """Check every byte of the checkpoints at PATH against their digests. Of a run, all steps are checked.
+    """Check every byte of the checkpoints at PATH against their digests. The path of a run checks all of its steps.
 
-    The exit code is 0 if all is well, 1 if anything is damaged, 2 if there is no checkpoint at a PATH.
+    The exit code is 0 if nothing is damaged, 1 if a checkpoint is damaged, 2 if no checkpoint exists at a PATH.
 
-    Checkpoints of other programs have no digests; only their structure and completeness can be checked. Files beside
-    them that are not read and may hold leaves are listed, and also set the exit code to 1.
+    Checkpoints of other programs have no digests: eformer checks their structure and completeness only. It lists files
+    beside them that it does not read and that may hold leaves; the exit code is then 1, too.
 
-    With --key, every byte of every file is compared with what `eformer sign` has signed; files that were added or
-    removed since count as damage. The exit code is also 1 if it is not signed, or by another key.
+    With --key, eformer also compares every byte of every file with the signature; files that were added or removed
+    since count as damage. The exit code is 1 if the signature is missing or belongs to another key.
 
     \b
     eformer verify ./checkpoint && rsync -a ./checkpoint backup:
@@ -164,7 +167,7 @@ def verify(paths: tuple[str, ...], step: int | None, key: str | None, as_json: b
     checked, codes = [], []
     for path in paths:
         try:
-            report = check(path, step=step, key=key, progress=wants_bar(quiet))
+            found = check(path, step=step, key=key, progress=wants_bar(quiet))
         except (ValueError, OSError) as error:
             if len(paths) == 1:
                 raise
@@ -172,10 +175,10 @@ def verify(paths: tuple[str, ...], step: int | None, key: str | None, as_json: b
             codes.append(exit_code("verify", error))
             print_error(str(error))
         else:
-            checked.append(_report_facts(report))
-            codes.append(0 if report.ok else 1)
+            checked.append(_verified_facts(found))
+            codes.append(0 if found.ok else 1)
             if not (as_json or quiet):
-                for each in report.steps or (report,):
+                for each in found.steps or (found,):
                     say(str(each), "green" if each.ok else "red")
     if as_json:
         print_json(checked[0] if len(paths) == 1 else checked)
@@ -183,17 +186,17 @@ def verify(paths: tuple[str, ...], step: int | None, key: str | None, as_json: b
         sys.exit(1 if 1 in codes else 2)
 
 
-def _report_facts(report: Verification) -> dict[str, Any]:
-    """Return what a report says; of a run, also the reports of its steps."""
+def _verified_facts(found: Verification) -> dict[str, Any]:
+    """Return the facts that `verify` found; for a run, also the facts of each step."""
     facts = picked(
-        report,
+        found,
         *("path", "trees", "leaves", "nbytes", "has_digests", "has_checksums", "left_out"),
         *("is_signed", "signed_by", "ok", "damages"),
     )
-    return facts | ({"steps": [_report_facts(step) for step in report.steps]} if report.steps else {})
+    return facts | ({"steps": [_verified_facts(step) for step in found.steps]} if found.steps else {})
 
 
-@main.command()
+@main.command(short_help="Sign a checkpoint with a private key")
 @options.path
 @click.option(
     "--key",
@@ -203,11 +206,10 @@ def _report_facts(report: Verification) -> dict[str, Any]:
 )
 @options.as_json
 def sign(path: str, key: str, as_json: bool) -> None:
-    """Sign the checkpoint at PATH: who has the public key finds every byte and file that is changed, added or removed.
+    """Sign the checkpoint at PATH. With the public key, anyone can detect changed, added and removed files.
 
-    The signature is written to PATH/eformer.sig, or to PATH.eformer.sig beside a single file. It is checked by `eformer
-    verify --key`, and in Python by `load(..., key=)`. The password of a key is asked for, or taken from
-    EFORMER_KEY_PASSWORD.
+    The signature is PATH/eformer.sig, or PATH.eformer.sig beside a single file. `eformer verify --key` checks it, and
+    in Python `load(..., key=)`. The password of a key comes from EFORMER_KEY_PASSWORD; without it eformer asks.
 
     \b
     openssl genpkey -algorithm ed25519 -out private.pem
@@ -227,7 +229,7 @@ def sign(path: str, key: str, as_json: bool) -> None:
         say(f"signed: {signature}", "green")
 
 
-@main.command()
+@main.command(short_help="Compare two checkpoints")
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path())
 @options.prefix
@@ -236,8 +238,8 @@ def sign(path: str, key: str, as_json: bool) -> None:
 def diff(a: str, b: str, prefix: str | None, as_json: bool, quiet: bool) -> None:
     """Compare the checkpoints at A and B: leaves, shapes, dtypes, values.
 
-    Formats and shardings may differ. Leaves of one dtype are equal if their bits are. Leaves that became NaN or
-    infinite come first. The exit code is 0 if all leaves are equal, 1 if not, 2 on an error.
+    Formats and shardings may differ. Leaves of one dtype are equal if their bits are equal. Leaves that became NaN or
+    infinite come first. The exit code is 0 if all leaves are equal, 1 if a leaf differs, 2 on an error.
 
     \b
     eformer diff ./step-100 ./step-200
@@ -261,7 +263,7 @@ def diff(a: str, b: str, prefix: str | None, as_json: bool, quiet: bool) -> None
 _MOST_NOTES = 20
 
 
-@main.command()
+@main.command(short_help="Write another format, dtype or names")
 @click.argument("source", type=click.Path())
 @click.argument("destination", type=click.Path())
 @click.option(
@@ -274,13 +276,13 @@ _MOST_NOTES = 20
     "--max-shard-size",
     "max_shard_bytes",
     type=Size(),
-    help="The most bytes in one safetensors file, such as 5GB.",
+    help="Maximum size of one safetensors file, such as 5GB.",
 )
-@click.option("--prefix", help="Convert only this tree, and store it without a prefix.")
+@click.option("--prefix", help="Convert this tree only, and store it without a prefix.")
 @click.option(
     "--rename",
     type=click.Path(exists=True, dir_okay=False),
-    help="A file of rules for new names and shapes.",
+    help="Rename and reshape leaves by the rules in this file.",
 )
 @click.option(
     "--config",
@@ -290,16 +292,18 @@ _MOST_NOTES = 20
     help="For --to peft: a setting of adapter_config.json, or a JSON file of settings. Can be repeated.",
 )
 @click.option(
-    "--allow-missing", is_flag=True, help="Convert even if files that may hold leaves are not read."
+    "--allow-missing",
+    is_flag=True,
+    help="Convert even if eformer does not read all files that may hold leaves.",
 )
 @click.option(
     "--no-dequant",
     is_flag=True,
-    help="Convert the leaves of a quantised model as they are stored, without their scales.",
+    help="Convert the leaves of a quantised model as stored, without their scales.",
 )
-@click.option("--dry-run", is_flag=True, help="Print the plan, and write nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the plan; write nothing.")
 @click.option(
-    "--memory", type=Size(), default="2GB", show_default=True, help="The most memory that the program takes."
+    "--memory", type=Size(), default="2GB", show_default=True, help="Maximum memory of the program."
 )
 @options.as_json
 def convert(
@@ -314,8 +318,8 @@ def convert(
 ) -> None:
     """Convert the checkpoint at SOURCE to a new checkpoint at DESTINATION, which appears complete or not at all.
 
-    Every byte read is checked against its digest, if SOURCE has digests. If DESTINATION ends in .safetensors, .npz or
-    .msgpack, --to may be left out.
+    If SOURCE has digests, eformer checks every byte that it reads. Leave out --to if DESTINATION ends in .safetensors,
+    .npz or .msgpack.
 
     \b
     eformer convert ./checkpoint ./hf --to safetensors --dtype bf16 --max-shard-size 5GB
@@ -323,8 +327,8 @@ def convert(
     eformer convert ./hf ./mine --to safetensors --rename rules.txt --dry-run
     eformer convert ./lora ./adapter --to peft --config lora_alpha=32
 
-    Each line of RULES is a regular expression for the whole name, an arrow, and the new name. Without a new name the
-    leaf is left out. Steps may follow the name: transpose, stack and unstack.
+    Each line of the file for --rename is a regular expression for the whole name, an arrow, and the new name. A rule
+    without a new name drops the leaf. Steps may follow the name: transpose, stack and unstack.
 
     \b
     model\\.layers\\.(\\d+)\\.(\\w+)\\.weight -> layers.\\2.kernel | transpose | stack \\1
@@ -360,7 +364,7 @@ def convert(
 
 
 def _parse_settings(settings: tuple[str, ...]) -> dict[str, Any] | None:
-    """Parse the values of `--config`; later ones win. A value that is not JSON is a string."""
+    """Parse the values of `--config`; later values win. A value that is not JSON is a string."""
     parsed: dict[str, Any] = {}
     for text in settings:
         name, is_pair, value = text.partition("=")
@@ -384,16 +388,16 @@ def _read_settings(path: str) -> dict[str, Any]:
     return found
 
 
-@main.command()
+@main.command(short_help="Delete old checkpoints of a run")
 @click.argument("directory", type=click.Path())
 @options.keep
 @click.option(
     "--pattern",
     metavar="NAME",
-    help="Count these names instead; one asterisk stands for the number. Quote it.",
+    help="Count entries of this name instead; one asterisk stands for the number. Quote it.",
 )
-@click.option("--check", is_flag=True, help="First verify the checkpoints to keep.")
-@click.option("--dry-run", is_flag=True, help="Print what would be deleted, and delete nothing.")
+@click.option("--check", is_flag=True, help="Verify the remaining checkpoints first.")
+@click.option("--dry-run", is_flag=True, help="Print the plan; delete nothing.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; needs --yes or --dry-run.")
 def prune(
@@ -401,10 +405,11 @@ def prune(
 ) -> None:
     """Delete checkpoints in DIRECTORY that eformer wrote under the name of a step: step-100, run-100, 100.
 
-    Those that any of the rules keeps stay, the newest, and the step that the run was resumed from. Entries that are not
-    complete checkpoints, or that another program wrote, do not count and are left alone; what saves that died have left
-    is removed. Files in a checkpoint that are not part of it, such as notes, are listed before they are removed; so are
-    scores whose checkpoint has gone.
+    Keeps the newest checkpoint, every checkpoint that a rule selects, and the step that the run resumed from. Ignores
+    incomplete or damaged entries, and checkpoints of other programs. Also deletes the leftovers of interrupted saves
+    and scores whose step no longer exists.
+
+    Lists files that do not belong to a checkpoint, such as notes, before it deletes them with the checkpoint.
 
     \b
     eformer prune ./run --keep 3 --dry-run
@@ -416,29 +421,29 @@ def prune(
     """
     from eformer._engine.record.text import count, size
     from eformer._engine.tools.prune import prune as carry_out
-    from eformer._engine.tools.prune import remove
+    from eformer._engine.tools.prune import remove_planned
 
     if as_json and not (yes or dry_run):
         raise click.UsageError("--json cannot ask for confirmation: add --yes or --dry-run")
     if not (rules := options.rules_from(**keep)):
-        raise click.UsageError("say which checkpoints stay, such as --keep 3")
+        raise click.UsageError("no rule selects checkpoints to keep; add one, such as --keep 3")
     plan = carry_out(directory, keep=rules, pattern=pattern, check=check, dry_run=True)
     if not as_json:
         _show_plan(plan)
-    what = f"{count(len(plan.removed), 'checkpoint')}, {size(plan.nbytes)}"
+    amount = f"{count(len(plan.removed), 'checkpoint')}, {size(plan.nbytes)}"
     if not dry_run:
         if plan.removed and not yes:
-            click.confirm(f"Remove {what}?", abort=True)
-        held, plan = plan.removed, remove(plan)
-        for name in held if not as_json else ():
+            click.confirm(f"Remove {amount}?", abort=True)
+        asked_for, plan = plan.removed, remove_planned(plan)
+        for name in asked_for if not as_json else ():
             if name not in plan.removed:
                 say(f"leave   {name}: {plan.left[name]}", "cyan")
-        what = f"{count(len(plan.removed), 'checkpoint')}, {size(plan.nbytes)}"
+        amount = f"{count(len(plan.removed), 'checkpoint')}, {size(plan.nbytes)}"
     if as_json:
         facts = picked(plan, "directory", "removed", "kept", "left", "other_files", "scores", "nbytes")
         print_json(facts | {"dry_run": dry_run})
     elif plan.removed and not dry_run:
-        click.echo(f"removed {what}")
+        click.echo(f"removed {amount}")
 
 
 def _show_plan(plan: Pruned) -> None:
@@ -449,28 +454,27 @@ def _show_plan(plan: Pruned) -> None:
     for name in plan.removed:
         say(f"remove  {name}", "red")
         for file in plan.other_files.get(name, ()):
-            say(f"        with {file}, which is not part of it", "red")
+            say(f"        with {file}, which does not belong to it", "red")
     for file in plan.scores:
         say(f"remove  {file}: its checkpoint has gone", "red")
 
 
-@main.command()
+@main.command(short_help="List the steps of a run")
 @click.argument("run", type=click.Path())
 @options.keep
 @options.as_json
 def steps(run: str, as_json: bool, **keep: Any) -> None:
     """List the steps of RUN: when and why each was saved, its size, and its metrics.
 
-    With rules, those of the listed steps that `prune` would remove by them are marked. It also removes steps of the
-    same number by another name, such as run-2 beside step-2, which are not listed. Bytes that steps share, because
-    leaves did not change, are counted with the first of them.
+    With rules, marks the steps that `prune` would delete. `prune` also deletes steps of the same number under another
+    name, such as run-2 beside step-2; the list does not show them. If steps share the files of unchanged leaves, the
+    size of the first step includes them.
 
     \b
     eformer steps ./run
     eformer steps ./run --keep 3
     """
     from eformer._engine.pages.timeline import step_facts
-    from eformer._engine.record.text import size
 
     found = step_facts(run, options.rules_from(**keep))
     if as_json:
@@ -478,29 +482,18 @@ def steps(run: str, as_json: bool, **keep: Any) -> None:
         return
     if not found:
         say(f"no steps in {run}")
-    for step in found:
-        metrics = " ".join(f"{name}={value:.6g}" for name, value in step["metrics"].items())
-        parts = [
-            f"{step['number']:>10}",
-            f"{size(step['nbytes']):>8}",
-            step["saved_at"] or "",
-            step["why"],
-            metrics,
-            "resumed from" if step["is_resumed_from"] else "",
-        ]
-        line = "  ".join(filter(None, parts))
-        if step["problem"]:
-            say(f"{line}  damaged: {step['problem']}", "red")
-        else:
-            say(f"{line}  would be removed" if step["is_removed"] else line)
+        return
+    from eformer.cli import terminal
+
+    terminal.list_steps(found, terminal.console())
 
 
-@main.command()
+@main.command(short_help="Try everything in ten seconds")
 @click.argument("directory", type=click.Path(), required=False)
 def demo(directory: str | None) -> None:
     """Save a training state, load it on another mesh, convert it, detect a flipped bit, and kill a run and resume it.
 
-    The files stay in DIRECTORY, if one is given.
+    Keeps the files in DIRECTORY, if given.
 
     \b
     eformer demo
@@ -523,24 +516,24 @@ def demo(directory: str | None) -> None:
     where = directory or "./demo"
     tries = {
         f"inspect {where}/step-100": "show the tree",
-        f"diff {where}/step-100 {where}/step-200": "show what a step changed, and by how much",
-        f"report {where}/step-200 --against {where}/step-100": "look at the same in a browser",
+        f"diff {where}/step-100 {where}/step-200": "show which leaves a step changed, and by how much",
+        f"report {where}/step-200 --against {where}/step-100": "show the same in a browser",
         f"verify {where}/damaged": "show which bytes are damaged",
         f"steps {where}/run": "list the steps of the run that was killed",
-        "inspect YOUR/CHECKPOINT": "Orbax, safetensors, flax, npz and others",
+        "inspect YOUR/CHECKPOINT": "Orbax, safetensors, flax, npz, PyTorch, ...",
     }
     if directory is None:
         tries = {"demo ./demo": "run it again and keep the files"} | tries
     say("\nTry next:", bold=True)
     width = max(map(len, tries))
-    for command, what in tries.items():
-        click.echo(f"  eformer {command:<{width}}   {what}")
+    for command, purpose in tries.items():
+        click.echo(f"  eformer {command:<{width}}   {purpose}")
 
 
-@main.command()
+@main.command(short_help="Print a completion script for a shell")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print the script that completes the commands, options and paths of eformer in SHELL.
+    """Print a script that completes the commands, options and paths of eformer in SHELL.
 
     \b
     eformer completion bash >> ~/.bashrc

@@ -32,9 +32,9 @@ Facts = dict[str, Any]
 def checkpoint_facts(
     path: str, prefix: str | None = None, name: str | None = None
 ) -> tuple[Facts, dict[str, TreeEntry]]:
-    """Return facts about a checkpoint, and its readable trees by prefix; `problems` has the reasons for the others.
+    """Return facts about a checkpoint, and its readable trees by prefix. `problems` says why a tree cannot be read.
 
-    With a `name` the trees have only the leaves that it finds.
+    With a `name`, the trees have only the leaves that the name finds.
     """
     found, damage = _found(path)
     trees, problems = {}, {}
@@ -68,8 +68,10 @@ def checkpoint_facts(
 
 
 def _found(path: str) -> tuple[Found, str | None]:
-    """Find the checkpoint to show. Of a run with a damaged newest step show that step, if its manifest can be read, and
-    return the damage."""
+    """Find the checkpoint to show, and its damage.
+
+    If the newest step of a run is damaged, show that step as far as its manifest can be read.
+    """
     try:
         return find(path), None
     except CorruptionError as error:
@@ -81,8 +83,8 @@ def _found(path: str) -> tuple[Found, str | None]:
 
 
 def chosen(trees: dict[str, TreeEntry], name: str) -> dict[str, dict[str, None]]:
-    """Return the leaves of each tree that a name, a subtree or a pattern finds. Raise a MismatchError if there are none
-    in any tree."""
+    """Return the leaves of each tree that the name of a leaf or subtree, or a pattern, finds. Raise a MismatchError if
+    no tree has such a leaf."""
     found, problems = {}, []
     for prefix, tree in trees.items():
         names, why = resolve([name], _names(tree))
@@ -95,7 +97,7 @@ def chosen(trees: dict[str, TreeEntry], name: str) -> dict[str, dict[str, None]]
 
 
 def spellings(trees: dict[str, TreeEntry]) -> dict[str, dict[str, str]]:
-    """Return how to show the names of each tree: as people write them, unless that is ambiguous."""
+    """Return the readable names of each tree by the stored names; ambiguous names stay escaped."""
     return {prefix: readable_names(_names(tree)) for prefix, tree in trees.items()}
 
 

@@ -1,4 +1,4 @@
-"""How all commands of `eformer` behave: errors, colours, JSON, and output that nobody reads."""
+"""How all commands of `eformer` behave: errors, colours, JSON, help, and pipes that close early."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import sys
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,9 +24,17 @@ if TYPE_CHECKING:
 
 _INTERRUPTED = 130  # the exit code that shells use
 
+# The commands by the headings of `eformer --help`.
+_SECTIONS = {
+    "Look": ("inspect", "ls", "verify", "diff", "report", "serve"),
+    "Runs": ("steps", "prune"),
+    "Change": ("convert", "sign"),
+    "Other": ("demo", "completion"),
+}
+
 
 def say(text: str, colour: str | None = None, *, bold: bool | None = None, err: bool = False) -> None:
-    """Print lines that may have names in them. Colour them on terminals, unless NO_COLOR is set: https://no-color.org"""
+    """Print lines, with control characters escaped. Colour them on terminals, unless NO_COLOR is set: https://no-color.org"""
     lines = "\n".join(map(printable, text.split("\n")))
     allowed = False if os.environ.get("NO_COLOR") else None
     click.secho(lines, fg=colour, bold=bold, err=err, color=allowed)
@@ -49,12 +58,12 @@ _ARGUMENT = re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, _OPTIONS))})")
 
 
 def with_options(text: str) -> str:
-    """Name the options of the command line in place of the arguments of functions."""
+    """Replace the arguments of functions in a message by the options of the command line."""
     return _ARGUMENT.sub(lambda found: _OPTIONS[found[1]], text)
 
 
 class _Output(io.FileIO):
-    """A standard stream that discards what is written after its reader has gone, as `head` goes after a few lines."""
+    """A standard stream that discards output after its reader has closed the pipe, as `head` does after a few lines."""
 
     def write(self, data: Any) -> int:
         try:
@@ -65,24 +74,24 @@ class _Output(io.FileIO):
 
 @contextmanager
 def _readers_may_go() -> Iterator[None]:
-    """Finish a command although nobody reads the rest of its output: the exit code still says how it went."""
+    """Let a command finish although the pipe of its output is closed, so that its exit code stays right."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = map(_until_closed, before)
     try:
         yield
     finally:
         for stream in filter(None, (sys.stdout, sys.stderr)):
-            with suppress(OSError):  # of a full disk, which the command has reported
+            with suppress(OSError):  # a full disk, which the command has reported
                 stream.flush()
         sys.stdout, sys.stderr = before
 
 
 def _until_closed(stream: Any) -> Any:
-    if not isinstance(stream, io.TextIOWrapper):  # there is none, or a program has put in its own
+    if not isinstance(stream, io.TextIOWrapper):  # closed, or replaced by the program
         return stream
     try:
         number = stream.fileno()
-    except OSError:  # it is not a file
+    except OSError:  # not a file
         return stream
     stream.flush()
     return io.TextIOWrapper(
@@ -93,8 +102,28 @@ def _until_closed(stream: Any) -> Any:
     )
 
 
+class Command(click.Command):
+    """A command that imports numpy, late: `--help` should not wait for it."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from eformer._engine.tasks.interrupts import held_back
+
+        # An extension module that is interrupted while it is imported raises ImportError, without a trace of the
+        # Ctrl-C. So the signal waits until the modules are there.
+        with held_back():
+            import_module("eformer._engine.record.manifest")
+        return super().invoke(ctx)
+
+
 class Commands(click.Group):
     """Turn errors into one red line, and with `--json` into JSON. `--debug` shows the traceback."""
+
+    command_class = Command
+
+    def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, names in _SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, self.commands[name].get_short_help_str()) for name in names])
 
     def main(self, *args: Any, **options: Any) -> Any:
         with _readers_may_go():
@@ -124,7 +153,7 @@ class Commands(click.Group):
 
 
 def exit_code(command: str | None, error: Exception) -> int:
-    """Return 2 where 1 is an answer: for `diff` that the checkpoints differ, for `verify` that there is damage."""
+    """Return 2 where 1 is an answer: for `diff` that the checkpoints differ, for `verify` that one is damaged."""
     is_no_answer = command == "diff" or (command == "verify" and isinstance(error, NotFoundError))
     return 2 if is_no_answer else 1
 
@@ -149,7 +178,7 @@ class Size(_Number):
 
 
 def wants_bar(quiet: bool) -> bool:
-    """Tell whether to draw a progress bar: standard error is a terminal, and the user wants output."""
+    """Tell whether to draw a progress bar: standard error is a terminal, and the command is not quiet."""
     return not quiet and sys.stderr is not None and sys.stderr.isatty()
 
 
@@ -158,7 +187,7 @@ def print_json(value: Any) -> None:
 
 
 def picked(record: Any, *names: str) -> dict[str, Any]:
-    """Return some facts of a record, by name."""
+    """Return the named fields of a record as a dict."""
     return {name: getattr(record, name) for name in names}
 
 

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound="Callable[..., Any]")
 
 path = click.argument("path", type=click.Path())
-prefix = click.option("--prefix", help="Only this tree, if there are several.")
+prefix = click.option("--prefix", help="Use this tree, if the checkpoint has several.")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-quiet = click.option("--quiet", "-q", is_flag=True, help="Print nothing; only set the exit code.")
+quiet = click.option("--quiet", "-q", is_flag=True, help="Print nothing; set the exit code only.")
 
 
 # --------------------------------------------------------------------------------------- steps that stay
@@ -24,25 +24,31 @@ quiet = click.option("--quiet", "-q", is_flag=True, help="Print nothing; only se
 _POSITIVE = click.IntRange(min=1)
 
 _RULES = (
-    click.option("--keep", type=_POSITIVE, metavar="N", help="Keep the last N."),
-    click.option("--keep-every", type=_POSITIVE, metavar="N", help="Keep the multiples of N."),
-    click.option("--keep-best", type=_POSITIVE, metavar="N", help="Keep the best N, by the metric of --by."),
+    click.option("--keep", type=_POSITIVE, metavar="N", help="Keep the last N steps."),
+    click.option("--keep-every", type=_POSITIVE, metavar="N", help="Keep the steps that are multiples of N."),
+    click.option(
+        "--keep-best", type=_POSITIVE, metavar="N", help="Keep the best N steps by the metric of --by."
+    ),
     click.option("--by", metavar="METRIC", help="The metric of --keep-best, such as eval.loss."),
     click.option(
-        "--mode", type=click.Choice(["min", "max"]), help="Whether the best is the least, as by default."
+        "--mode",
+        type=click.Choice(["min", "max"]),
+        help="Whether a lower (min) or higher (max) metric is better.  [default: min]",
     ),
     click.option(
-        "--keep-hours", type=float, metavar="H", help="Keep those of the H hours before the newest."
+        "--keep-hours", type=float, metavar="H", help="Keep the steps of the H hours before the newest."
     ),
     click.option(
-        "--keep-at", type=int, multiple=True, metavar="STEP", help="Keep this step; may be repeated."
+        "--keep-at", type=int, multiple=True, metavar="STEP", help="Keep this step. Can be repeated."
     ),
-    click.option("--foreign", is_flag=True, help="Count steps of other programs, such as Orbax, too."),
+    click.option(
+        "--foreign", is_flag=True, help="Also count and delete steps of other programs, such as Orbax."
+    ),
 )
 
 
 def keep(command: F) -> F:
-    """Add the options; the command gets them as keywords for `rules_from`."""
+    """Add the options of rules to a command, which passes them to `rules_from`."""
     for option in reversed(_RULES):
         command = option(command)
     return command
@@ -58,13 +64,13 @@ def rules_from(
     keep_at: tuple[int, ...] = (),
     foreign: bool = False,
 ) -> tuple[Keep, ...]:
-    """Return a rule for each option that is given: a step stays if any of them keeps it."""
+    """Return a rule for each given option: a step stays if any rule keeps it."""
     from eformer._engine.record.policies import Keep
 
     if (keep_best is None) != (by is None):
         raise click.UsageError("--keep-best and --by METRIC need each other")
     if mode is not None and keep_best is None:
-        raise click.UsageError("--mode is that of --keep-best, which is missing")
+        raise click.UsageError("--mode belongs to --keep-best, which is missing")
     given: list[dict[str, Any]] = [
         {"last": keep},
         {"every": keep_every},
@@ -90,7 +96,7 @@ def _set(context: click.Context, _: click.Parameter, given: tuple[str, ...]) -> 
             raise click.UsageError("--store-option takes NAME=VALUE, such as endpoint=https://host")
         found[name] = value
     if found:
-        from eformer._engine.stores.store_options import store_options  # late, as all that commands need
+        from eformer._engine.stores.store_options import store_options  # late: `--help` should not wait
 
         context.with_resource(store_options("", **found))
 
@@ -100,7 +106,7 @@ store = click.option(
     multiple=True,
     metavar="NAME=VALUE",
     expose_value=False,
-    callback=_set,  # it takes effect while the command runs
-    help="An option of the bucket, such as endpoint=https://host. Can be repeated. Others can see it: credentials "
-    "belong into the environment.",
+    callback=_set,  # the options hold while the command runs
+    help="An option of the bucket, such as endpoint=https://host. Can be repeated. Other users can see command lines: "
+    "put credentials into environment variables.",
 )

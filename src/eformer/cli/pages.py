@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from eformer.cli import options
-from eformer.cli.group import Size, print_json, say, wants_bar
+from eformer.cli.group import Command, Size, print_json, say, wants_bar
 
 if TYPE_CHECKING:
     from eformer._engine.pages.requests import Site
 
 
-@click.command()
+@click.command(cls=Command, short_help="Write a page for a browser")
 @options.path
 @click.option("--against", type=click.Path(), metavar="OTHER", help="Compare with another checkpoint.")
 @click.option("--output", "-o", type=click.Path(), help="The file to write, - for standard output.")
-@click.option("--no-values", is_flag=True, help="Read headers only: no statistics, nothing is checked.")
-@click.option("--step", type=int, help="This step of the run at PATH.")
+@click.option("--no-values", is_flag=True, help="Read headers only: no statistics, no check of digests.")
+@click.option("--step", type=int, help="Show this step of the run at PATH.")
 @options.prefix
-@click.option("--memory", type=Size(), help="The most memory that the program takes, such as 2GB.")
+@click.option("--memory", type=Size(), help="Maximum memory of the program, such as 2GB.")
 @options.keep
-@click.option("--json", "as_json", is_flag=True, help="Print what the page shows as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the data of the page as JSON.")
 def report(
     path: str,
     against: str | None,
@@ -38,11 +38,11 @@ def report(
 ) -> None:
     """Write a page for a browser that shows the checkpoint at PATH: tree, sizes, dtypes, shardings, distributions.
 
-    The page is one file that needs no network: NAME-report.html in this directory, unless --output says otherwise. A
-    file that is not a report is never replaced. Arrays are read once and checked against their digests.
+    The page is one file that needs no network: NAME-report.html in this directory, or the file of --output. eformer
+    never replaces a file that is not a report. It reads each array once and checks its digests.
 
-    The path of a run gives a page of the run: steps, sizes, metrics, what is damaged, and how much each step changed
-    the model. With rules, it shows which steps they keep.
+    The path of a run gives a page of the run: steps, sizes, metrics, damage, and how much each step changed the model.
+    With rules, the page shows which steps they keep.
 
     \b
     eformer report ./run/step-200
@@ -84,32 +84,32 @@ def report(
 
 
 def default_name(path: str) -> str:
-    """Return the name of the page for a checkpoint: that of its last directories, as in run-step-100-report.html."""
+    """Return the name of the page for a checkpoint: its last directory, as in step-100-report.html."""
     parts = [
         part for part in PurePath(path.partition("://")[2] or path).parts if part not in ("/", ".", "..")
     ]
     return f"{'-'.join(parts[-1:]) or 'checkpoint'}-report.html"
 
 
-@click.command()
+@click.command(cls=Command, short_help="Show a run in a browser while it trains")
 @options.path
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Listen at this address.")
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
     default=0,
-    help="The port to listen at; by default any that is free.",
+    help="Listen at this port; by default at any free port.",
 )
 @options.keep
 def serve(path: str, host: str, port: int, **keep: Any) -> None:
     """Show the run or the checkpoint at PATH in a browser: open the address that is printed.
 
-    The page of a run follows it while it trains, and has a link to each step; the values of a leaf are read when it
-    is selected. With rules, the steps that `prune` would remove by them are marked. Ctrl-C ends it.
+    The page of a run follows it while it trains, and links to each step; eformer reads the values of a leaf when you
+    select it. With rules, the page marks the steps that `prune` would delete. Ctrl-C stops the server.
 
-    Nothing is written, and only requests with the token of the address are answered. Other machines can connect only
-    with another --host: they can read what they see on the way, as it is not encrypted. Forward the port instead, with
-    the same number at both ends.
+    The server writes nothing, and answers only requests with the token in the address. Only this machine can connect.
+    With --host other machines can, but the connection is not encrypted: prefer to forward the port, with the same
+    number at both ends.
 
     \b
     eformer serve ./run
@@ -121,12 +121,12 @@ def serve(path: str, host: str, port: int, **keep: Any) -> None:
     def ready(site: Site) -> None:
         if not site.is_loopback:
             warning = (
-                f"warning: {host} can be reached from other machines: whoever has the address below can read "
-                f"everything in {path}, and it is sent unencrypted"
+                f"warning: other machines can reach {host}: the address below gives access to everything in {path}, "
+                "and the connection is not encrypted"
             )
             say(warning, "yellow", err=True)
         click.echo(site.url)
-        click.echo("Ctrl-C stops it.", err=True)
+        click.echo("Ctrl-C stops the server.", err=True)
         sys.stdout.flush()
 
     carry_out(path, host=host, port=port, rules=options.rules_from(**keep), ready=ready)

@@ -6,6 +6,7 @@ import io
 import re
 import shutil
 import sys
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len, set_cell_size
@@ -31,7 +32,7 @@ _PIPED, _PICTURE = 120, 92
 
 
 def console() -> Console:
-    """Use colours and the width of the terminal; if there is none, plain text of a fixed width."""
+    """Use the colours and the width of the terminal. Piped output is plain text of a fixed width."""
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     return Console(highlight=False, width=None if is_terminal else _PIPED, soft_wrap=False)
 
@@ -49,7 +50,9 @@ def show_checkpoint(facts: Facts, trees: dict[str, TreeEntry], on: Console) -> N
     about = Table.grid(padding=(0, 2))
     about.add_row("format", Text(facts["format"]))
     if "steps" in facts:
-        about.add_row("steps", Text(printable(f"{', '.join(facts['steps'])}; shown is {facts['steps'][-1]}")))
+        about.add_row(
+            "steps", Text(printable(f"{', '.join(facts['steps'])}; step {facts['steps'][-1]} is shown"))
+        )
     if facts["left_out"]:
         text = f"{few(facts['left_out'])}: not read, may hold leaves"
         about.add_row("left out", Text(printable(text), style="red"))
@@ -86,7 +89,7 @@ def show_tree(prefix: str, facts: Facts, tree: TreeEntry, on: Console) -> None:
 
 
 def _settings(metadata: Facts) -> Iterator[tuple[str, Any]]:
-    """Yield the metadata; a dict, such as the configuration of an adapter, as one entry for each value that is set."""
+    """Yield the metadata. A dict, such as the configuration of an adapter, yields one entry for each value in it."""
     for name, value in metadata.items():
         if isinstance(value, dict):
             yield from ((f"{name}.{key}", inner) for key, inner in value.items() if inner not in (None, {}))
@@ -103,8 +106,8 @@ def _digests(facts: Facts) -> str:
 
 
 def tree_of(lines: Sequence[LeafLine], on: Console) -> Tree:
-    """Build the folded tree, with sizes and bars in aligned columns. Without room for both beside the shapes, the bars
-    are dropped first, then the sizes."""
+    """Build the folded tree, with sizes and bars in aligned columns. A narrow terminal drops the bars first, then the
+    sizes."""
     root = outline(lines)
     whole = max(1, root.nbytes)
     every = root.rows() or [(0, root)]
@@ -115,7 +118,7 @@ def tree_of(lines: Sequence[LeafLine], on: Console) -> Tree:
     with_size = needed + _SIZE_COLUMN <= on.width
     with_bar = needed + _SIZE_COLUMN + _BAR_COLUMN <= on.width
     shown = Tree("", guide_style="dim", hide_root=True)
-    branches = [shown]  # the last one of every depth
+    branches = [shown]  # the last branch at each depth
     for depth, node in rows:
         label = _label(node, on, on.width - _INDENT * depth)
         if node.nbytes and with_size:
@@ -131,12 +134,12 @@ def tree_of(lines: Sequence[LeafLine], on: Console) -> Tree:
 
 
 def _label(node: OutlineNode, on: Console, room: int | None = None) -> Text:
-    """Return the name, the count, and the dtype and shape of a node. To fit into the room, the name is shortened."""
+    """Return the name, the count, and the dtype and shape of a node. The name is shortened to fit into the room."""
     rest = Text()
     if node.count > 1:
         rest.append(f" {'x' if on.options.ascii_only else '×'}{node.count}", style="cyan")
     if node.line:
-        rest.append(f"  {node.line.what}", style="green" if node.line.nbytes else "magenta")
+        rest.append(f"  {node.line.text}", style="green" if node.line.nbytes else "magenta")
     most = max(20, on.width // 2)
     if room is not None and node.nbytes:
         most = min(most, max(_LEAST_NAME, room - rest.cell_len))
@@ -145,7 +148,7 @@ def _label(node: OutlineNode, on: Console, room: int | None = None) -> Text:
 
 
 def list_leaves(leaves: list[Facts], spellings: dict[str, dict[str, str]], on: Console) -> None:
-    """Print one line a leaf, names in the spellings of their trees. Nothing is shortened if the output is piped."""
+    """Print one line for each leaf, under its readable name. Piped output is not shortened."""
     width = shutil.get_terminal_size().columns if on.is_terminal else 0
     names = []
     for leaf in leaves:
@@ -162,3 +165,41 @@ def list_leaves(leaves: list[Facts], spellings: dict[str, dict[str, str]], on: C
             shape = ",".join(map(str, leaf["shape"]))
             line = printable(f"{name}  {size(leaf['bytes']):>8}  {leaf['dtype']}[{shape}]")
         on.print(Text(line), overflow="ignore", no_wrap=True, crop=False)
+
+
+def list_steps(steps: list[Facts], on: Console) -> None:
+    """Print a table of the steps of a run, with a column for each metric. Nothing is shortened."""
+    metrics = list(dict.fromkeys(name for step in steps for name in step["metrics"]))
+    rows = [["Step", "Saved", "Size", "Why", *map(printable, metrics), ""]]
+    rows += [_step_row(step, metrics) for step in steps]
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    left = {1, 3, len(widths) - 1}  # texts; numbers go to the right
+    styles = ["bold", *(_step_style(step) for step in steps)]
+    for row, style in zip(rows, styles, strict=True):
+        cells = [
+            set_cell_size(cell, width) if at in left else " " * (width - cell_len(cell)) + cell
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        on.print(Text("  ".join(cells).rstrip(), style=style), overflow="ignore", no_wrap=True, crop=False)
+
+
+def _step_row(step: Facts, metrics: list[str]) -> list[str]:
+    saved = datetime.fromisoformat(step["saved_at"]).astimezone() if step["saved_at"] else None
+    values = [f"{step['metrics'][name]:.6g}" if name in step["metrics"] else "" for name in metrics]
+    notes = [
+        "resumed from" if step["is_resumed_from"] else "",
+        "would be removed" if step["is_removed"] else "",
+        f"damaged: {printable(step['problem'])}" if step["problem"] else "",
+    ]
+    when = f"{saved:%Y-%m-%d %H:%M:%S}" if saved else ""
+    return [
+        *(str(step["number"]), when, size(step["nbytes"]), printable(step["why"])),
+        *values,
+        ", ".join(filter(None, notes)),
+    ]
+
+
+def _step_style(step: Facts) -> str:
+    if step["problem"]:
+        return "red"
+    return "yellow" if step["is_removed"] else ""

@@ -86,7 +86,7 @@ def test_all_other_files_are_listed(path, name):
     report = checkpoint.verify(path)
     assert not report.ok
     assert report.damages == ()
-    assert f"1 file left out, which may hold leaves: {name}" in str(report)
+    assert f"1 file not read, which may hold leaves: {name}" in str(report)
 
 
 @pytest.mark.parametrize("mark", ["zarr.json", "manifest.ocdbt"])
@@ -113,13 +113,11 @@ def test_a_checkpoint_of_ours_below_is_another_one(path, form):
 
 def test_a_conversion_is_refused_unless_it_may_leave_something_out(path, tmp_path):
     put(path, "optimizer.pt")
-    with pytest.raises(
-        FormatError, match=r"1 file would be left out.*optimizer\.pt\. Pass allow_missing=True"
-    ):
+    with pytest.raises(FormatError, match=r"1 file would be lost.*optimizer\.pt\. Pass allow_missing=True"):
         checkpoint.convert(path, tmp_path / "new", to="safetensors")
     assert not (tmp_path / "new").exists()
     done = checkpoint.convert(path, tmp_path / "new", to="safetensors", allow_missing=True)
-    assert "left out: optimizer.pt, which is not read and may hold leaves" in done.notes
+    assert "not read, may hold leaves: optimizer.pt" in done.notes
     assert checkpoint.verify(tmp_path / "new").ok
 
 
@@ -186,7 +184,7 @@ def test_a_file_beside_the_items_is_left_out(items):
 def test_a_file_in_an_item_is_left_out_of_that_item(items, tmp_path):
     put(items, "data/a", "state/extra.bin")
     assert checkpoint.inspect(items).left_out == ("data/", "state/extra.bin")
-    with pytest.raises(FormatError, match=r"1 file would be left out.*state/extra\.bin"):
+    with pytest.raises(FormatError, match=r"1 file would be lost.*state/extra\.bin"):
         checkpoint.convert(items, tmp_path / "new", to="safetensors", prefix="state")
 
 

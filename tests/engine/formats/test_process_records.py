@@ -10,8 +10,8 @@ from eformer import checkpoint
 from eformer._engine.formats import process_records
 from eformer._engine.formats.find import find
 from eformer._engine.record.boxes import Box
-from eformer._engine.record.holdings import Holdings, pack
 from eformer._engine.record.manifest import Manifest
+from eformer._engine.record.owners import Owners, pack_numbers
 from eformer._engine.saving import commit as _record
 from eformer._engine.saving import several
 from eformer._engine.stores.local import LocalStore
@@ -125,16 +125,16 @@ def test_shapes_are_described_without_the_records(tmp_path, records, layout):
 
 def test_a_checkpoint_without_a_table_loads_alike(tmp_path, monkeypatch, records, layout):
     """Earlier versions wrote none, and a process whose leaves are cut in too many ways does not."""
-    tree, holdings_of = sharded_tree(), several.holdings_of
+    tree, owners_of = sharded_tree(), several.owners_of
     seen = []
 
     def unless_first_of_four(*how):
         seen.append(None)
-        return None if len(seen) == 1 else holdings_of(*how)
+        return None if len(seen) == 1 else owners_of(*how)
 
-    monkeypatch.setattr(several, "holdings_of", unless_first_of_four)
+    monkeypatch.setattr(several, "owners_of", unless_first_of_four)
     assert save_together(Crew(4), lambda host: tree, tmp_path, layout) == [None] * 4
-    assert not find(tmp_path).manifest.trees[""].holdings
+    assert not find(tmp_path).manifest.trees[""].owners
     loaded = load(tmp_path)
     assert sorted(records) == [0, 1, 2, 3]
     assert {name: bits(leaf) for name, leaf in loaded.items() if name != "n"} == {
@@ -168,19 +168,22 @@ def test_a_bit_of_the_table_that_flips_is_an_error(tmp_path):
     ("change", "says"),
     [
         (
-            lambda table: Holdings(table.leaves, table.files[:-1]),
+            lambda table: Owners(table.leaves, table.files[:-1]),
             "has the boxes of 3 files, but names 4",
         ),
-        (lambda table: Holdings(table.leaves, ((), *table.files[1:])), "do not cover"),
-        (lambda table: Holdings((), ((),) * 4), "do not cover"),
-        (lambda table: Holdings((pack([10**6]),) * len(table.leaves), table.files), "a list of other leaves"),
+        (lambda table: Owners(table.leaves, ((), *table.files[1:])), "do not cover"),
+        (lambda table: Owners((), ((),) * 4), "do not cover"),
+        (
+            lambda table: Owners((pack_numbers([10**6]),) * len(table.leaves), table.files),
+            "a list of other leaves",
+        ),
     ],
 )
 def test_a_table_that_is_wrong_is_an_error_and_never_other_values(tmp_path, change, says):
     assert save_together(Crew(4), lambda host: sharded_tree(), tmp_path) == [None] * 4
     manifest = Manifest.from_json((tmp_path / "manifest.json").read_bytes(), "")
     tree = manifest.trees[""]
-    tree = msgspec.structs.replace(tree, holdings=change(tree.holdings))
+    tree = msgspec.structs.replace(tree, owners=change(tree.owners))
     (tmp_path / "manifest.json").write_bytes(manifest.with_tree("", tree).to_json())
     with pytest.raises(FormatError, match=says):
         load(tmp_path)

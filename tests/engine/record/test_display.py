@@ -11,7 +11,7 @@ from eformer import checkpoint
 from eformer._engine.record.display import TreeSummary, as_html, as_text
 from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, TreeEntry, encode_leaves
 from eformer._engine.record.outline import LeafLine
-from eformer.checkpoint import Manifest, save
+from eformer.checkpoint import Inspection, save
 
 TAGS = {"div", "style", "span", "b", "i", "details", "summary"}
 VOID = {"br", "hr", "img"}
@@ -57,7 +57,7 @@ def manifest(entries, values=()):
         raw_values=dict(values),
         raw_leaves=encode_leaves(entries),
     )
-    return Manifest(format="safetensors", trees={"": tree})
+    return Inspection(format="safetensors", version=1, trees={"": tree})
 
 
 def leaf(elements=2, **more):
@@ -192,6 +192,6 @@ def test_a_leaf_without_a_name_is_shown(tmp_path):
 
 
 def test_nothing_is_shown_as_nothing():
-    assert repr(Manifest(format="safetensors")) == "checkpoint (safetensors)"
+    assert repr(Inspection(format="safetensors", version=1, trees={})) == "checkpoint (safetensors)"
     assert "0 arrays, 0 parameters, 0 B" in repr(manifest({}))
     Page(manifest({})._repr_html_())

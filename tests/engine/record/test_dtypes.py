@@ -42,7 +42,7 @@ def test_a_straight_array_is_handed_out_where_it_lies():
     ],
 )
 def test_pieces_of_any_size_are_the_same_bytes(monkeypatch, array, limit):
-    monkeypatch.setattr(_ndarray, "_PIECE_BYTES", limit)
+    monkeypatch.setattr(_ndarray, "_COPIED_BYTES", limit)
     monkeypatch.setattr(_ndarray, "_SMALL", 0)
     assert raw(array) == array.astype(array.dtype.newbyteorder("<")).tobytes()
     assert all(len(piece) <= limit for piece in raw_pieces(array))

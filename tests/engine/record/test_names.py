@@ -207,7 +207,7 @@ def test_every_problem_is_reported_with_what_could_be_meant():
     found, problems = resolve(["a.b.c", "a.x", "a.bb", "zzz"], MIXED)
     assert list(found) == ["a.x"]
     assert problems == [
-        "'a.b.c' is how several leaves read; write one of 'a%2Eb%2Ec', 'a%2Eb.c'",
+        "'a.b.c' is ambiguous; write one of 'a%2Eb%2Ec', 'a%2Eb.c'",
         "no leaf is named 'a.bb', matches it or lies below it (nearest is 'a.b')",
         "no leaf is named 'zzz', matches it or lies below it",
     ]

@@ -207,7 +207,7 @@ def test_a_newest_step_from_the_future_counts_as_saved_now():
 def test_wrong_clocks_are_told_if_a_rule_is_about_time():
     steps = saved(0, 1, YEAR / HOUR, 3, 3.99)
     assert (
-        "the clock was wrong when steps were saved, by the order of the steps: 30;"
+        "the times of these steps do not fit their order, so the clock was wrong: 30;"
         in warnings_of(steps, DAY)["clock"]
     )
     assert warnings_of(steps, [Keep(last=1)]) == {}

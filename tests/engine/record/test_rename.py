@@ -111,7 +111,7 @@ def test_only_the_braces_of_the_rule_are_filled_by_unstack():
             "the name contains 2 {}, and unstack has one index to fill in; write one {} and unstack one axis at a "
             "time: `convert` with this rule, then use the result with a second rule",
         ),
-        ("a -> | transpose", "a rule that leaves a leaf out has no steps"),
+        ("a -> | transpose", "a rule without a new name drops the leaf, and can have no steps"),
         (r"(?P<n>a) -> \g<n>", "a backslash must be followed by the number of a group"),
         ("a -> b | transpose x", "expected axes, counted from 0"),
     ],
@@ -157,7 +157,7 @@ def test_plain_values_cannot_be_transposed():
 
 
 def test_a_file_without_rules_is_said_to_be_one():
-    with pytest.raises(ValueError, match=r"rules\.txt has no rules; one is a line: PATTERN -> NAME"):
+    with pytest.raises(ValueError, match=r"rules\.txt has no rules; write one on each line: PATTERN -> NAME"):
         parse_rules("# nothing yet\n", "rules.txt")
 
 

@@ -63,7 +63,7 @@ def test_numbers_of_numpy_and_jax_are_numbers(tmp_path):
     [
         ({"every": 1.5}, TypeError, "every=1.5: expected a number of steps"),
         ({"every": "100"}, TypeError, "every=.100.: expected a number of steps"),
-        ({"keep": "3"}, TypeError, "keep='3': expected how many of the last steps stay"),
+        ({"keep": "3"}, TypeError, "keep='3': expected a number of last steps"),
         ({"keep": []}, ValueError, r"keep=\[\]: no rule says which steps stay; None keeps all"),
     ],
 )

@@ -288,7 +288,7 @@ def test_reuse_says_whether_unchanged_leaves_are_linked(tmp_path, reuse, is_link
 
 
 def test_reuse_where_nothing_can_be_linked_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="without ocdbt and compression"):
+    with pytest.raises(ValueError, match="cannot be combined with ocdbt"):
         Run(tmp_path, format="tensorstore", options={"reuse": True, "ocdbt": True})
 
 

@@ -401,12 +401,12 @@ def test_what_each_process_has_for_itself_does_not_differ_without_a_word(tmp_pat
 
 def test_what_is_not_all_there_is_not_sealed(tmp_path, monkeypatch, layout):
     save({"old": 1}, tmp_path, format=layout[0])
-    weight = several.weight
+    coverage = several.coverage
 
     def less(files):  # as if a process had not written one of its boxes
-        return weight([f for f in files if all(extent.source.name != "both" for extent in f.extents)])
+        return coverage([f for f in files if all(extent.source.name != "both" for extent in f.extents)])
 
-    monkeypatch.setattr(several, "weight", less)
+    monkeypatch.setattr(several, "coverage", less)
     for outcome in save_together(Crew(2), lambda host: sharded_tree(), tmp_path, layout):
         assert "have not written every element of every leaf once" in str(outcome)
     assert load(tmp_path) == {"old": 1}
@@ -496,7 +496,7 @@ def test_a_record_without_files_is_refused(tmp_path, has_table):
     assert save_together(Crew(2), lambda host: sharded_tree(), tmp_path) == [None] * 2
     raw = Manifest.from_json((tmp_path / "manifest.json").read_bytes(), "")
     (tree,) = raw.trees.values()
-    tree = msgspec.structs.replace(tree, files=(), holdings=tree.holdings if has_table else msgspec.UNSET)
+    tree = msgspec.structs.replace(tree, files=(), owners=tree.owners if has_table else msgspec.UNSET)
     (tmp_path / "manifest.json").write_bytes(raw.with_tree("", tree).to_json())
     says = "has the boxes of 2 files, but names 0" if has_table else "do not cover the shape"
     with pytest.raises(FormatError, match=says):

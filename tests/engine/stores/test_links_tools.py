@@ -25,7 +25,7 @@ def test_prune_removes_links_and_not_what_they_lead_to(tmp_path, unchanged):
 
 
 def test_a_step_that_has_become_a_link_is_not_pruned(tmp_path, unchanged):
-    from eformer._engine.tools.prune import plan_removal, remove
+    from eformer._engine.tools.prune import plan_removal, remove_planned
 
     for step in (1, 2):
         save(TREE, tmp_path / "run" / f"step-{step}")
@@ -33,7 +33,7 @@ def test_a_step_that_has_become_a_link_is_not_pruned(tmp_path, unchanged):
     shutil.rmtree(tmp_path / "run" / "step-1")
     (tmp_path / "run" / "step-1").symlink_to(unchanged)
     with pytest.raises(ValueError, match="has changed since its removal was planned"):
-        remove(plan)
+        remove_planned(plan)
     assert (tmp_path / "run" / "step-1").is_symlink()
 
 
@@ -59,7 +59,7 @@ def test_a_link_into_a_step_keeps_it(tmp_path):
 
 
 def test_a_step_that_took_the_name_of_another_is_not_pruned(tmp_path):
-    from eformer._engine.tools.prune import plan_removal, remove
+    from eformer._engine.tools.prune import plan_removal, remove_planned
 
     for step in (1, 2):
         save(TREE, tmp_path / f"step-{step}")
@@ -68,7 +68,7 @@ def test_a_step_that_took_the_name_of_another_is_not_pruned(tmp_path):
     (tmp_path / "step-1").mkdir()
     (tmp_path / "step-1" / "thesis.txt").write_text("mine")
     with pytest.raises(ValueError, match="has changed since its removal"):
-        remove(plan)
+        remove_planned(plan)
     assert (tmp_path / "step-1" / "thesis.txt").read_text() == "mine"
 
 

@@ -197,7 +197,7 @@ def test_target_modules_are_last_parts_unless_these_would_mean_others(modules, e
 @pytest.mark.parametrize(
     ("change", "config", "problem"),
     [
-        ({}, {}, "lora_alpha is not known, and no leaf tells it; give it with config="),
+        ({}, {}, "lora_alpha is unknown, and does not follow from the leaves; pass it with config="),
         (
             {},
             {"r": 3},
@@ -210,8 +210,12 @@ def test_target_modules_are_last_parts_unless_these_would_mean_others(modules, e
             "'q.lora_a' is one of two matrices, and the other, .*lora_B.weight, is missing",
         ),
         ({"lora_a": np.ones((5, 4, 2))}, {}, r"leaf 'q.lora_a' has the shape \[5, 4, 2\].*unstack layers"),
-        ({"w_lora_a": np.ones((4, 2))}, {}, "leaves q.lora_a; q.w_lora_a would all be called base_model"),
-        ({"lora_a": {"x": np.ones(2)}}, {}, "leaf 'q.lora_a.x' is not called like a leaf of a LoRA"),
+        (
+            {"w_lora_a": np.ones((4, 2))},
+            {},
+            "leaves q.lora_a; q.w_lora_a would have the same name, base_model",
+        ),
+        ({"lora_a": {"x": np.ones(2)}}, {}, "leaf 'q.lora_a.x' does not have the name of a LoRA leaf"),
         ({}, {"target_modules": ["v"]}, r"target_modules=\['v'\] in config= do not match q"),
         ({}, {"target_modules": "v.*"}, r"target_modules='v.\*' in config= do not match q"),
         ({}, {"modules_to_save": ["score"]}, "modules_to_save in config= has 'score', and no leaf is called"),

@@ -132,15 +132,15 @@ def test_prefixes_become_items(tmp_path):
     [
         (
             {"a.b": np.ones(1), "a": {"b": np.ones(1)}},
-            "2 leaves would be called 'a.b': Orbax joins keys by dots",
+            "2 leaves would have the name 'a.b': Orbax joins keys by dots",
         ),
-        ({"a.b": "x", "a": {"b": "y"}}, "2 leaves would be called 'a.b'"),
+        ({"a.b": "x", "a": {"b": "y"}}, "2 leaves would have the name 'a.b'"),
         (OrderedDict([(1, None), ("1", np.ones(1))]), r"2 leaves have the keys \('1',\), such as 1 and '1'"),
         ({"a": np.ones(1), "a/b": np.ones(1)}, "leaf 'a/b' would lie inside of the leaf 'a'"),
         ({"/x": np.ones(1)}, "leaf '/x' cannot be the name of a directory"),
         ({"../x": np.ones(1)}, r"leaf '\.\./x' cannot be the name of a directory"),
         ({"n" * 300: np.ones(1)}, "cannot be the name of a directory"),
-        ({"_METADATA": np.ones(1)}, "leaf '_METADATA' is called like a file of Orbax"),
+        ({"_METADATA": np.ones(1)}, "leaf '_METADATA' has the name of a file of Orbax"),
         ({"a": b"bytes"}, "leaf 'a' is a plain bytes"),
         ({"a": 2**70}, "leaf 'a' is a plain int"),
         (np.ones(3), "the tree is a single leaf, or empty"),

@@ -84,7 +84,7 @@ def test_containers_and_metadata_are_noted(tmp_path):
     assert found.same
     assert found.notes == (
         "some containers are of different kinds, such as a list and a dict",
-        "the metadata differs",
+        "the metadata differs: run changed",
     )
 
 

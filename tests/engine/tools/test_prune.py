@@ -18,7 +18,7 @@ from eformer._engine.runs import retention
 from eformer._engine.runs.steps import Step
 from eformer._engine.stores.base import read_whole
 from eformer._engine.stores.locate import store_at
-from eformer._engine.tools.prune import plan_removal, remove
+from eformer._engine.tools.prune import plan_removal, remove_planned
 from eformer.checkpoint import Keep, Run, load, prune, save, score, steps
 from eformer.errors import EformerError, NotFoundError
 
@@ -99,7 +99,7 @@ def test_a_pattern_names_other_checkpoints(mixed, pattern, removed):
 
 def test_checkpoints_of_other_programs_are_removed_if_that_is_asked_for(mixed):
     for pattern, removed in (("fold*.npz", "fold1.npz"), ("hf-*", "hf-6")):
-        with pytest.raises(NotFoundError, match=r"another program wrote it .*; foreign=True counts"):
+        with pytest.raises(NotFoundError, match=r"another program wrote it .*; foreign=True also counts"):
             prune(mixed, keep=1, pattern=pattern)
         assert (mixed / removed).exists()
         assert prune(mixed, keep=1, pattern=pattern, foreign=True).removed == (removed,)
@@ -108,7 +108,7 @@ def test_checkpoints_of_other_programs_are_removed_if_that_is_asked_for(mixed):
 
 @pytest.mark.parametrize("pattern", ["", "ema", "*", "a*b*", "runs/step-*"])
 def test_a_pattern_has_one_place_for_the_number(mixed, pattern):
-    with pytest.raises(ValueError, match=r"expected a name with one \*, which stands for the number"):
+    with pytest.raises(ValueError, match=r"expected a name with one \* in place of the number"):
         prune(mixed, keep=1, pattern=pattern)
 
 
@@ -346,7 +346,7 @@ def test_shards_are_not_steps(tmp_path):
 def test_only_planned_checkpoints_are_removed(run):
     plan = plan_removal(run, keep=1)
     save({"w": 1}, run / "run-2000")
-    remove(plan)
+    remove_planned(plan)
     assert sorted(os.listdir(run)) == ["run-1000", "run-2000"]
 
 
@@ -398,7 +398,7 @@ def test_a_step_that_gets_files_after_its_removal_was_planned_stays(run):
     plan = plan_removal(run, 3)
     (run / "run-90" / "plots" / "loss.png").write_bytes(b"png")
     with pytest.raises(ValueError, match=r"run-90 has changed since .* it has new files: plots/loss.png"):
-        remove(plan)
+        remove_planned(plan)
     assert (run / "run-90" / "plots" / "loss.png").exists()
 
 
@@ -488,7 +488,7 @@ def test_a_step_of_several_trees_has_metrics(run):
 
 def test_no_rule_is_refused(run):
     for nothing in ([], None):
-        with pytest.raises(ValueError, match="no rule says which checkpoints stay"):
+        with pytest.raises(ValueError, match="no rule selects checkpoints to keep"):
             prune(run, keep=nothing)
     assert len(os.listdir(run)) == 4
 
@@ -549,7 +549,7 @@ def test_steps_that_the_run_removes_meanwhile_are_passed_over(run, monkeypatch):
     plan = plan_removal(run, 1)
     assert plan.removed == ("run-100", "run-200")
     shutil.rmtree(run / "run-100")
-    remove(plan)
+    remove_planned(plan)
     assert os.listdir(run) == ["run-1000"]
 
 

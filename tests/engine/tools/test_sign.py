@@ -91,7 +91,7 @@ LAYOUTS = {
 def small_pieces(monkeypatch):
     """So that small files have many pieces, and reads begin and end inside of them."""
     for module in ("record.signature", "stores.signed"):
-        monkeypatch.setattr(f"eformer._engine.{module}.PIECE_BYTES", 512)
+        monkeypatch.setattr(f"eformer._engine.{module}.SIGNED_PIECE_BYTES", 512)
     monkeypatch.setattr(SignedStore, "read_bytes", 2048)
 
 
@@ -172,7 +172,7 @@ def originals(tmp_path_factory):
     made = Originals()
     with pytest.MonkeyPatch.context() as monkeypatch:
         for module in ("record.signature", "stores.signed"):
-            monkeypatch.setattr(f"eformer._engine.{module}.PIECE_BYTES", 512)
+            monkeypatch.setattr(f"eformer._engine.{module}.SIGNED_PIECE_BYTES", 512)
         for name, make in LAYOUTS.items():
             path = make(tmp_path_factory.mktemp("original") / "made")
             sign(path, key=PRIVATE)
@@ -513,7 +513,7 @@ def test_links_are_not_signed_and_added_ones_are_found(directory, tmp_path):
     (directory / "config.json").symlink_to(tmp_path / "outside.json")
     with pytest.raises(ValueError, match=r"links, which cannot be signed: config\.json"):
         sign(directory, key=PRIVATE)
-    with pytest.raises(AlteredError, match=r"config\.json were added"):
+    with pytest.raises(AlteredError, match=r"config\.json was added"):
         load(directory, key=PUBLIC)
 
 

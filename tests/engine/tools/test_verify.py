@@ -29,7 +29,7 @@ def test_a_sound_checkpoint_is_reported_so(path):
     report = verify(path)
     assert report.ok
     assert (report.trees, report.leaves, report.nbytes, report.has_digests) == (1, 7, 4800, True)
-    assert "7 leaves, 4800 bytes: every digest matches" in str(report)
+    assert "7 leaves, 4.8 kB: every digest matches" in str(report)
 
 
 def test_all_damage_is_in_one_report(path):

@@ -61,7 +61,7 @@ def test_a_spelling_that_means_two_leaves_is_refused_with_both(tmp_path):
         assert (len(view["a%2Eb.c"]), len(view["a%2Eb%2Ec"])) == (2, 1)
         assert "a.b.c" not in view
         for mapping in (view, record):
-            with pytest.raises(KeyError, match=r"'a.b.c' is how several leaves read.*'a%2Eb.c', 'a%2Eb%2Ec'"):
+            with pytest.raises(KeyError, match=r"'a.b.c' is ambiguous.*'a%2Eb.c', 'a%2Eb%2Ec'"):
                 mapping["a.b.c"]
 
 

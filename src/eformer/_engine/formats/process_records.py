@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from eformer._engine.formats.found import Trees, files_of
 from eformer._engine.formats.safetensors.header import metadata_in
 from eformer._engine.formats.safetensors.names import SUFFIX
+from eformer._engine.record.by_process import ProcessRecord, with_records, with_some_records
 from eformer._engine.record.digests import xxh3_128
-from eformer._engine.record.holdings import holders
 from eformer._engine.record.manifest import BoxedTree, LeafEntry, TreeEntry
-from eformer._engine.record.process_records import ProcessRecord, with_records, with_some_records
+from eformer._engine.record.owners import files_with
 from eformer._engine.tasks.pool import run_all
 from eformer.errors import CorruptionError, FormatError
 
@@ -72,15 +72,15 @@ class ListedTree(BoxedTree, frozen=True, kw_only=True, dict=True):
         return with_some_records(self, self.boxed, records, wanted)
 
     def _holders(self, wanted: Mapping[str, Sequence[Box] | None]) -> Sequence[int]:
-        if not self.holdings:
+        if not self.owners:
             return range(len(self.files))
-        if len(self.holdings.files) != len(self.files):
+        if len(self.owners.files) != len(self.files):
             raise FormatError(
-                f"the manifest has the boxes of {len(self.holdings.files)} files, but names {len(self.files)} files"
+                f"the manifest has the boxes of {len(self.owners.files)} files, but names {len(self.files)} files"
             )
         numbers = {name: number for number, name in enumerate(self.boxed) if name in wanted}
         wants = ((numbers[name], boxes) for name, boxes in wanted.items())
-        return holders(self.holdings, len(self.boxed), wants)
+        return files_with(self.owners, len(self.boxed), wants)
 
 
 def _listed(store: Store, tree: TreeEntry) -> ListedTree:

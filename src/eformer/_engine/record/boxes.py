@@ -69,21 +69,21 @@ class Box:
 # ------------------------------------------------------------------------------------------ elements
 
 
-def contiguous(parts: Sequence[ArrayBox], region: Box, dtype: str) -> np.ndarray[Any, Any]:
-    """Return the elements of `region` in C order, little endian, as `dtype`: a view if possible, otherwise a copy."""
+def contiguous(parts: Sequence[ArrayBox], wanted: Box, dtype: str) -> np.ndarray[Any, Any]:
+    """Return the elements of `wanted` in C order, little endian, as `dtype`: a view if possible, otherwise a copy."""
     for box, array in parts:
-        if box == region:
+        if box == wanted:
             return straight(array, dtype)
-        if box.overlap(region) == region:
-            return straight(array[region.inside(box).slices], dtype)
-    whole = np.empty(region.shape, _little(dtype))
+        if box.overlap(wanted) == wanted:
+            return straight(array[wanted.inside(box).slices], dtype)
+    whole = np.empty(wanted.shape, _little(dtype))
     found = 0
     for box, array in parts:
-        if overlap := box.overlap(region):
-            whole[overlap.inside(region).slices] = array[overlap.inside(box).slices]
+        if overlap := box.overlap(wanted):
+            whole[overlap.inside(wanted).slices] = array[overlap.inside(box).slices]
             found += overlap.size
-    if found != region.size:  # other elements would be uninitialized memory
-        raise AssertionError(f"only {found} of the {region.size} elements of {region} were found")
+    if found != wanted.size:  # other elements would be uninitialized memory
+        raise AssertionError(f"only {found} of the {wanted.size} elements of {wanted} were found")
     return whole
 
 

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from eformer._engine.record.manifest import Coding, Extent, LeafEntry, TreeEntry
 
 _MOST_BLOCK = 2**30  # bytes; a piece is read into memory whole
-MOST_EXPANSION = 50_000  # beyond what any codec reaches: zstd packs 2**17 equal bytes into three
+MOST_EXPANSION = 50_000  # no codec packs more tightly: zstd turns 2**17 equal bytes into three
 
-# A chunk is decoded whole. One that is larger than its array is padded, which small arrays of other programs are.
+# A chunk is decoded whole. Other programs pad the chunks of small arrays: such a chunk is larger than its array.
 _MOST_TIMES = 4
 _MOST_PADDED = 2**26  # bytes
 
 
 def check_tree(tree: TreeEntry) -> None:
-    """Refuse a tree whose block size, files or directory make no sense."""
+    """Refuse a tree whose piece size, files or directory are impossible."""
     names = [file.name for file in tree.files]
     if not tree.has_digests or not 0 < tree.block <= _MOST_BLOCK:
         raise FormatError(f"invalid save id {tree.save_id!r} or piece size {tree.block}")
@@ -48,8 +48,8 @@ def check_leaf(name: str, entry: LeafEntry, tree: TreeEntry) -> None:
 
 
 def check_boxes(name: str, entry: LeafEntry, boxes: Sequence[Box] | None, tree: TreeEntry) -> None:
-    """Refuse an entry whose numbers contradict each other, or whose extents lack elements of the `boxes` that are
-    wanted; None for the whole leaf."""
+    """Refuse an entry whose numbers contradict each other, or whose extents lack elements of the wanted `boxes`. None
+    wants the whole leaf."""
     try:
         _check_numbers(entry, boxes, tree)
     except (FormatError, ValueError) as error:
@@ -83,23 +83,23 @@ def _check_numbers(entry: LeafEntry, boxes: Sequence[Box] | None, tree: TreeEntr
     if len(entry.extents) == 1 and entry.extents[0].region is None:
         _check_extent(entry.extents[0], entry.shape, itemsize, entry, tree)
         return
-    regions = [entry.region_of(extent) for extent in entry.extents]
-    for extent, region in zip(entry.extents, regions, strict=True):
-        if len(region.stop) != len(entry.shape) or not all(map(le, region.stop, entry.shape)):
+    stored = [entry.region_of(extent) for extent in entry.extents]
+    for extent, box in zip(entry.extents, stored, strict=True):
+        if len(box.stop) != len(entry.shape) or not all(map(le, box.stop, entry.shape)):
             raise FormatError(f"region {extent.region} lies outside shape {list(entry.shape)}")
-        _check_extent(extent, region.shape, itemsize, entry, tree)
-    if boxes is None and not is_tiling(regions, entry.shape):
-        raise FormatError(f"its {len(regions)} extents overlap or do not cover the shape {list(entry.shape)}")
+        _check_extent(extent, box.shape, itemsize, entry, tree)
+    if boxes is None and not is_tiling(stored, entry.shape):
+        raise FormatError(f"its {len(stored)} extents overlap or do not cover the shape {list(entry.shape)}")
     for box in boxes or ():
-        if not _is_covered(box, regions):
+        if not _is_covered(box, stored):
             raise FormatError(
-                f"its {len(regions)} extents overlap or do not cover {box.slices} of {list(entry.shape)}"
+                f"its {len(stored)} extents overlap or do not cover {box.slices} of {list(entry.shape)}"
             )
 
 
-def _is_covered(box: Box, regions: Sequence[Box]) -> bool:
-    """Tell whether every element of the box is in exactly one region."""
-    parts = [part for region in regions if (part := box.overlap(region))]
+def _is_covered(box: Box, stored: Sequence[Box]) -> bool:
+    """Tell whether every element of the box is in exactly one of the stored boxes."""
+    parts = [part for one in stored if (part := box.overlap(one))]
     if len(parts) == 1:
         return parts[0].size == box.size
     return is_tiling([part.inside(box) for part in parts], box.shape)

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 xxh3_128: Callable[[Buffer], str] = xxhash.xxh3_128_hexdigest
-"""Digest stored bytes, to detect decay. Fast, but not secure against forgery."""
+"""Digest stored bytes, to detect damage. Fast, but not secure against forgery."""
 
 
 def xxh3_128_of(parts: Iterable[Buffer]) -> str:
-    """Digest several buffers as if they were one."""
+    """Digest several buffers as one sequence of bytes."""
     hasher = xxhash.xxh3_128()
     for part in parts:
         hasher.update(part)
@@ -26,16 +26,16 @@ def xxh3_128_of(parts: Iterable[Buffer]) -> str:
 
 
 Hasher = xxhash.xxh3_128
-"""The same digest for bytes that arrive one part at a time: `update`, `hexdigest`."""
+"""An xxh3-128 digest of bytes that arrive in several buffers: `update`, `hexdigest`."""
 
 
 def xxh3_64_number(data: Buffer) -> int:
-    """Return a short digest as a number, which can be summed with others."""
+    """Return a short digest as a number, for sums of digests."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 def sha256_of(parts: Iterable[Buffer]) -> str:
-    """Compute the SHA-256 of several buffers as if they were one."""
+    """Compute the SHA-256 of several buffers as one sequence of bytes."""
     hasher = hashlib.sha256()
     for part in parts:
         hasher.update(part)
@@ -54,14 +54,14 @@ _MARK_WITHIN = 64  # bytes: the digest is the first field, even if the document 
 
 
 def stamp_digest(data: bytes) -> bytes:
-    """Replace the zeros in the first field of `data`, the digest, by the digest of all of it."""
+    """Replace the zeros in the first field of `data` by the digest of `data`."""
     start = _own_digest_start(data)
     digest = xxh3_128(data).encode()
     return data[:start] + digest + data[start + DIGEST_DIGITS :]
 
 
 def has_own_digest(beginning: bytes) -> bool:
-    """Tell whether these bytes could begin a document with its own digest."""
+    """Tell whether a document with its own digest could begin with these bytes."""
     return _own_digest_start(beginning) >= 0
 
 

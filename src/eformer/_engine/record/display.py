@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 _MOST_TREES = 8
 _MOST_LINES = 40  # of text
 _MOST_ROWS = 1000  # of HTML, most of them folded
-_LEAST_ROWS = 4  # for each of several trees
+_LEAST_ROWS = 4  # of each of several trees
 _WIDTH = 80
 
-# Sizes form a column at the right, and shapes are pale; where styles are removed, the rows are still in order.
+# Sizes form a column at the right, and shapes are pale. Without styles the rows are still readable.
 _STYLE = """<style>
 .eformer-tree {font: 13px/1.6 ui-monospace, monospace; max-width: 48em}
 .eformer-tree details > div, .eformer-tree details > details {margin-left: 1.5em}
@@ -35,7 +35,7 @@ class TreeSummary:
 
     dtypes    bytes by dtype, the largest first
     lines     one line for each leaf
-    problem   why the tree cannot be read; then nothing else is known of it
+    problem   why the tree cannot be read; the other facts are then unknown
     """
 
     prefix: str = ""
@@ -71,7 +71,7 @@ class Shown:
     __slots__ = ()
 
     def _shown(self) -> tuple[str, Sequence[TreeSummary], Sequence[str]]:
-        """Return a title, the trees, and the files that are left out."""
+        """Return a title, the trees, and the files that are not read."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -82,7 +82,7 @@ class Shown:
 
 
 def as_text(title: str, trees: Sequence[TreeSummary], left_out: Sequence[str] = ()) -> str:
-    """Render a few dozen lines at most, however many leaves there are."""
+    """Render a few dozen lines at most, even for many leaves."""
     lines = [_fit(title)]
     if left_out:
         lines.append(f"  left out  {_fit(few(left_out))}")
@@ -98,7 +98,7 @@ def as_text(title: str, trees: Sequence[TreeSummary], left_out: Sequence[str] = 
 
 
 def as_html(title: str, trees: Sequence[TreeSummary], left_out: Sequence[str] = ()) -> str:
-    """Render HTML for a notebook, in which modules fold. It has no scripts, loads nothing, and escapes every name."""
+    """Render HTML for a notebook. Modules fold. The HTML has no scripts, loads nothing, and escapes every name."""
     parts = [f"<div><b>{_escaped(title)}</b></div>"]
     if left_out:
         parts.append(f"<div><i>left out:</i> {_escaped(few(left_out))}</div>")
@@ -127,8 +127,8 @@ def _folding(rows: Sequence[tuple[int, OutlineNode]]) -> Iterator[str]:
 
 def _row(node: OutlineNode) -> str:
     nbytes = f"<span>{size(node.nbytes)}</span> " if node.nbytes else ""
-    what = f" <i>{html.escape(_what(node))}</i>" if node.line else ""
-    return f"{nbytes}{html.escape(_label(node))}{what}"
+    detail = f" <i>{html.escape(_detail(node))}</i>" if node.line else ""
+    return f"{nbytes}{html.escape(_label(node))}{detail}"
 
 
 def _share(most: int, trees: Sequence[TreeSummary]) -> int:
@@ -141,12 +141,12 @@ def _label(node: OutlineNode) -> str:
 
 
 def _rest(node: OutlineNode) -> str:
-    what = [_what(node)] if node.line else []
-    return "  ".join([*what, size(node.nbytes)] if node.nbytes else what)
+    detail = [_detail(node)] if node.line else []
+    return "  ".join([*detail, size(node.nbytes)] if node.nbytes else detail)
 
 
-def _what(node: OutlineNode) -> str:
-    return shortened(node.line.what, _WIDTH) if node.line else ""
+def _detail(node: OutlineNode) -> str:
+    return shortened(node.line.text, _WIDTH) if node.line else ""
 
 
 def _more(hidden: Sequence[object], line: str, noun: str) -> list[str]:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 MOST_AXES = 64  # of an array, by numpy
 
-# A strided or big-endian array is copied piece by piece, so that writing it takes this much extra
-# memory instead of a second copy of the array.
-_PIECE_BYTES = 16 * 2**20
+# A strided or big-endian array is copied in parts, so that writing it takes this much extra memory instead of a second
+# copy of the array.
+_COPIED_BYTES = 16 * 2**20
 
 # Below this a copy is cheaper than a view.
 _SMALL = 2**12
@@ -33,7 +33,7 @@ def _known_dtypes() -> dict[str, np.dtype[Any]]:
     """Map names to the numeric dtypes of numpy and all dtypes of ml_dtypes."""
     numbers = [np.dtype(code) for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"]
     types = [t for t in vars(ml_dtypes).values() if isinstance(t, type) and issubclass(t, np.generic)]
-    # Look dtypes up by name again: numpy has several integers of one size, only one of which is named int64.
+    # Look dtypes up by name again: of several numpy integers of one size, only one is named int64.
     return {dtype.name: np.dtype(dtype.name) for dtype in (*numbers, *map(np.dtype, types))}
 
 
@@ -57,7 +57,7 @@ def dtype_from_name(name: str) -> np.dtype[Any]:
 
 @lru_cache(256)  # numpy takes two microseconds to name a dtype
 def name_of_dtype(dtype: np.dtype[Any]) -> str:
-    """Return the name that `dtype_from_name` turns back into `dtype`; raise if there is none."""
+    """Return the recorded name of a dtype. Raise LeafError if eformer cannot store arrays of it."""
     try:
         if dtype_from_name(dtype.name) == dtype.newbyteorder("<"):
             return dtype.name
@@ -79,7 +79,7 @@ def is_floating(name: str) -> bool:
 
 
 def floating_dtype(dtype: Any) -> str:
-    """Return the name of a floating dtype that is given by name, alias, type or dtype."""
+    """Return the name of a floating dtype from its name, an alias, a type or a dtype."""
     try:
         name = _ALIASES.get(dtype, dtype) if isinstance(dtype, str) else np.dtype(dtype).name
     except TypeError:
@@ -91,7 +91,7 @@ def floating_dtype(dtype: Any) -> str:
 
 
 def raw_pieces(array: np.ndarray[Any, Any]) -> Iterator[bytes | memoryview]:
-    """Yield the elements as little-endian bytes in C order: a view if the memory has that layout, else copies."""
+    """Yield the elements as little-endian bytes in C order: a view if the memory has this layout, else copies."""
     if array.dtype.byteorder in _BIG_ENDIAN:
         for block in _blocks(array):
             yield block.astype(block.dtype.newbyteorder("<")).tobytes()
@@ -105,11 +105,11 @@ def raw_pieces(array: np.ndarray[Any, Any]) -> Iterator[bytes | memoryview]:
 
 
 def _blocks(array: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
-    """Cut `array` along its leading axes into boxes of at most `_PIECE_BYTES`, in C order."""
-    if array.nbytes <= _PIECE_BYTES:
+    """Split `array` along its leading axes into boxes of at most `_COPIED_BYTES`, in C order."""
+    if array.nbytes <= _COPIED_BYTES:
         yield array
         return
-    rows = _PIECE_BYTES // (array.nbytes // len(array))
+    rows = _COPIED_BYTES // (array.nbytes // len(array))
     if rows == 0:
         for row in array:
             yield from _blocks(row)
@@ -133,13 +133,13 @@ def from_raw(data: memoryview, name: str, shape: Sequence[int]) -> np.ndarray[An
 
 
 def pack_nibbles(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Pack an even number of four-bit elements two to a byte, the first in the low half."""
+    """Pack an even number of four-bit elements, two in each byte, the first in the low half."""
     bits = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return (bits[0::2] & 15) | (bits[1::2] << 4)
 
 
 def unpack_nibbles(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Unpack the output of `pack_nibbles` to one element a byte."""
+    """Unpack four-bit elements, two in each byte, to one element in each byte."""
     bits = np.empty(2 * len(data), np.uint8)
     bits[0::2], bits[1::2] = data & 15, data >> 4
     return bits

@@ -1,7 +1,7 @@
 """The index of a checkpoint: the small file that a commit swaps, which names the trees.
 
-Of safetensors files it is a manifest. Of arrays it lists the directories of arrays, for readers that do not know the
-manifest, and has the manifest of checkpoints by eformer in it.
+The index of safetensors files is a manifest. The index of zarr arrays lists the directories of arrays, for readers that
+do not know manifests; if eformer wrote the checkpoint, the manifest is in it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INDEX = "tensorstore_index.json"
 FORMAT = "tensorstore"
 VERSION = "2.0"
 
-# Files by which a directory is a checkpoint of another program.
+# Files that mark the checkpoints of other programs.
 ORBAX_TREE = "_METADATA"
 ORBAX_CHECKPOINT = "_CHECKPOINT_METADATA"
 PEFT_CONFIG = "adapter_config.json"
@@ -39,9 +39,9 @@ class Listed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True):
-    """The arrays that were saved without a prefix, those of each prefix, and the manifest of the trees by eformer.
+    """The arrays without a prefix, the arrays of each prefix, and the manifest of the trees by eformer.
 
-    If eformer wrote the file, `digest` is that of the whole file, and its first field.
+    `digest` comes first. If eformer wrote the file, it is the digest of the whole file.
     """
 
     digest: str = Manifest(format=FORMAT).digest
@@ -56,7 +56,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
         return bytes(self.eformer) != b"null"
 
     def listed(self) -> dict[str, list[Listed]]:
-        """Return the arrays by prefix, "" for those without one."""
+        """Return the arrays by prefix; arrays without a prefix are under ""."""
         unprefixed = {"": self.arrays} if isinstance(self.arrays, list) else {}
         return unprefixed | self.prefixes
 
@@ -77,16 +77,16 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
         return stamp_digest(msgspec.json.encode(self))
 
 
-# ------------------------------------------------------------------------------------- either of both
+# ------------------------------------------------------------------------------------- of either format
 
 INDEXES = (INDEX, MANIFEST)
 """The names of all indexes, in the order in which readers look for them."""
 
-MOST_EMPTY = 8192  # bytes of an index that says that there is no checkpoint
+MOST_EMPTY = 8192  # bytes of an index without trees
 
 
 def manifest_in(name: str, data: bytes) -> Manifest | None:
-    """Return the manifest in an index; None if it cannot be read."""
+    """Return the manifest in an index; None if the index cannot be read."""
     try:
         if name == MANIFEST:
             return Manifest.from_json(data, name)
@@ -96,7 +96,7 @@ def manifest_in(name: str, data: bytes) -> Manifest | None:
 
 
 def empty_index(name: str, log: CommitLog) -> bytes:
-    """Return an index that says that there is no checkpoint."""
+    """Return an index without trees, which says that the checkpoint was removed."""
     if name == MANIFEST:
         return Manifest(format=SAFETENSORS, log=log).to_json()
     manifest = Manifest(format=FORMAT, log=log)

@@ -1,4 +1,4 @@
-"""Compute a property once, when it is first asked for, without a lock."""
+"""Compute a property once, at its first use, without a lock."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ T = TypeVar("T")
 class lazy_property(Generic[T]):  # noqa: N801  a decorator
     """Keep the result of a method in the object, as `functools.cached_property` does.
 
-    That of Python 3.11 computes under a lock of the class: objects wait for each other, and a child that is forked
-    meanwhile waits for ever. Here two threads may both compute the value, and the last one's is kept.
+    The cached_property of Python 3.11 computes under a lock of the class: objects wait for each other, and a child that
+    is forked meanwhile never gets the lock. Here two threads may both compute the value, and the last value stays.
     """
 
     def __init__(self, compute: Callable[[Any], T]) -> None:

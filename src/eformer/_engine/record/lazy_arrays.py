@@ -21,20 +21,22 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 _FEW_CHUNKS = 4
-_LARGE_CHUNKS = 2**23  # bytes; larger ones are kept between reads
+_LARGE_CHUNKS = 2**23  # bytes; larger chunks stay between reads
 
 
 class LeafReader(Protocol):
     """Read boxes of leaves from an open checkpoint."""
 
-    def read(self, name: str, entry: LeafEntry, region: Box, threads: int | None = None) -> Array:
-        """Return the elements of a box. What has digests is checked."""
+    def read(self, name: str, entry: LeafEntry, box: Box, threads: int | None = None) -> Array:
+        """Return the elements of a box. Check them if the leaf has digests."""
         ...
 
 
 class StoredLeaf(LazyArray):
-    """A leaf as it is stored in a checkpoint. Decoded chunks are kept for the next read if they are large, or if
-    `keeps_small` and the read needs few of them."""
+    """A leaf as stored in a checkpoint.
+
+    Decoded chunks stay for the next read if they are large; with `keeps_small`, also if the read needs few of them.
+    """
 
     in_order = True
 
@@ -46,39 +48,39 @@ class StoredLeaf(LazyArray):
         self._decoded: dict[Box, Array] = {}
         self._lock = threading.Lock()
 
-    def read(self, region: Box) -> Array:
-        if self.decoded_nbytes > _LARGE_CHUNKS or (self.keeps_small and self._is_in_few_chunks(region)):
-            return self._from_chunks(region)
-        return self.reader.read(self.name, self.entry, region, self.threads)
+    def read(self, box: Box) -> Array:
+        if self.decoded_nbytes > _LARGE_CHUNKS or (self.keeps_small and self._is_in_few_chunks(box)):
+            return self._from_chunks(box)
+        return self.reader.read(self.name, self.entry, box, self.threads)
 
-    def _is_in_few_chunks(self, region: Box) -> bool:
-        return 0 < sum(chunk.overlap(region) is not None for chunk in self.chunks) <= _FEW_CHUNKS
+    def _is_in_few_chunks(self, box: Box) -> bool:
+        return 0 < sum(chunk.overlap(box) is not None for chunk in self.chunks) <= _FEW_CHUNKS
 
     @lazy_property
     def chunks(self) -> list[Box]:
-        """List the boxes that are stored encoded, and can only be read whole."""
+        """List the encoded boxes, which can only be read whole."""
         return [self.entry.region_of(extent) for extent in self.entry.extents if extent.coding]
 
     @lazy_property
     def decoded_nbytes(self) -> int:
-        """Return the memory for the chunks that hold one row, decoded; 0 if nothing is encoded."""
+        """Return the memory for the decoded chunks of one row; 0 if no chunk is encoded."""
         nbytes: dict[int, int] = defaultdict(int)
         for chunk in self.chunks:
             nbytes[chunk.start[0] if chunk.start else 0] += chunk.size * self.dtype.itemsize
         return max(nbytes.values(), default=0)
 
-    def _from_chunks(self, region: Box) -> Array:
-        """Decode each large chunk once: keep the chunks of the latest read for the rows that follow."""
-        with self._lock:  # several new leaves may come from this one
+    def _from_chunks(self, box: Box) -> Array:
+        """Decode each large chunk once: keep the chunks of this read for the next rows."""
+        with self._lock:  # several new leaves may share this leaf
             kept, self._decoded = self._decoded, {}
             for chunk in self.chunks:
-                if chunk.overlap(region):
+                if chunk.overlap(box):
                     decoded = kept.get(chunk)
                     if decoded is None:
                         decoded = self.reader.read(self.name, self.entry, chunk, self.threads)
                     self._decoded[chunk] = decoded
-            boxes = list(self._decoded.items())
-        return np.array(contiguous(boxes, region, self.entry.dtype))  # a view would keep the whole chunk
+            decoded_boxes = list(self._decoded.items())
+        return np.array(contiguous(decoded_boxes, box, self.entry.dtype))  # a view would keep the whole chunk
 
     def forget(self) -> None:
         with self._lock:
@@ -95,10 +97,10 @@ class Transposed(LazyArray):
         self.shape, self.dtype = tuple(inner.shape[axis] for axis in axes), inner.dtype
         self.slow_axis = axes.index(inner.slow_axis) if axes else 0
 
-    def read(self, region: Box) -> Array:
+    def read(self, box: Box) -> Array:
         start, stop = [0] * len(self.axes), [0] * len(self.axes)
         for here, axis in enumerate(self.axes):
-            start[axis], stop[axis] = region.start[here], region.stop[here]
+            start[axis], stop[axis] = box.start[here], box.stop[here]
         return self.inner.read(Box(tuple(start), tuple(stop))).transpose(self.axes)
 
     def forget(self) -> None:
@@ -116,31 +118,31 @@ class Stacked(LazyArray):
         self.slow_axis = axis
         self._latest = inners[0]
 
-    def read(self, region: Box) -> Array:
+    def read(self, box: Box) -> Array:
         axis = self.axis
-        first, last = region.start[axis], region.stop[axis]
-        inner = Box(_without(region.start, axis), _without(region.stop, axis))
+        first, last = box.start[axis], box.stop[axis]
+        inner = Box(_without(box.start, axis), _without(box.stop, axis))
         if last - first == 1:
             return np.expand_dims(self._read(first, inner), axis)
-        whole = np.empty(region.shape, self.dtype)
+        whole = np.empty(box.shape, self.dtype)
         for number in range(first, last):
             whole[(slice(None),) * axis + (number - first,)] = self._read(number, inner)
         return whole
 
-    def _read(self, number: int, region: Box) -> Array:
-        """Read from one array, after the previous one has dropped its decoded chunks. Several threads may read."""
+    def _read(self, number: int, box: Box) -> Array:
+        """Read from one array, after the previous array has dropped its decoded chunks. Several threads may read."""
         before, array = self._latest, self.inners[number]
         self._latest = array
         if before is not array:
             before.forget()
-        return array.read(region)
+        return array.read(box)
 
     def forget(self) -> None:
         self._latest.forget()
 
 
 class Unstacked(LazyArray):
-    """The part of an array at one index of an axis, without that axis."""
+    """The box of an array at one index of an axis, without that axis."""
 
     def __init__(self, inner: LazyArray, axis: int, index: int) -> None:
         self.inner, self.axis, self.index = inner, axis, index
@@ -148,10 +150,10 @@ class Unstacked(LazyArray):
         self.in_order = axis == 0 and inner.in_order
         self.slow_axis = 0 if inner.slow_axis == axis else inner.slow_axis - (inner.slow_axis > axis)
 
-    def read(self, region: Box) -> Array:
+    def read(self, box: Box) -> Array:
         axis, index = self.axis, self.index
-        start = (*region.start[:axis], index, *region.start[axis:])
-        stop = (*region.stop[:axis], index + 1, *region.stop[axis:])
+        start = (*box.start[:axis], index, *box.start[axis:])
+        stop = (*box.stop[:axis], index + 1, *box.stop[axis:])
         return self.inner.read(Box(start, stop)).squeeze(axis)
 
     def forget(self) -> None:
@@ -160,7 +162,7 @@ class Unstacked(LazyArray):
 
 
 def stored_leaves(array: LazyArray) -> list[StoredLeaf]:
-    """List the stored leaves that an array is built from."""
+    """List the stored leaves behind an array."""
     if isinstance(array, StoredLeaf):
         return [array]
     if isinstance(array, Stacked):

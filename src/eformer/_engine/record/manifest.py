@@ -1,7 +1,7 @@
 """The record of a checkpoint: its trees, their leaves, and where the bytes of each leaf are.
 
-A manifest is JSON with a digest of itself, so that a flipped bit in a name, a shape or an offset is an error and
-never a different tree. `docs/format/manifest.md` describes it field by field.
+A manifest is JSON with a digest of itself, so that a flipped bit in a name, a shape or an offset is an error, never a
+different tree. `docs/format/manifest.md` describes it field by field.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from eformer._engine.record.boxes import Box
 from eformer._engine.record.check import check_leaf, check_tree, is_plain
 from eformer._engine.record.digests import NO_DIGEST, check_own_digest, stamp_digest, xxh3_64_number
 from eformer._engine.record.display import Shown, TreeSummary
-from eformer._engine.record.holdings import Holdings  # noqa: TC001  msgspec evaluates it
 from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.names import Spellings, ambiguous, with_nearest
 from eformer._engine.record.outline import LeafLine
+from eformer._engine.record.owners import Owners  # noqa: TC001  msgspec evaluates it
 from eformer._engine.record.pieces import PIECE_BYTES
 from eformer._engine.record.text import printable, shortened
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder, parse_json, value_from_json
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Sequence
 
 VERSION = 1
-UNREADABLE = "unreadable"  # key in place of a structure, for the reason why it cannot be read
+UNREADABLE = "unreadable"  # the key in place of a structure that cannot be read; its value is the reason
 
 _INVALID_LEAVES = "the manifest's list of leaves is invalid"
 _MOST_SHOWN = 60  # characters of a plain value
@@ -53,8 +53,8 @@ class DataFile(Struct, frozen=True, gc=False, omit_defaults=True):
 class Coding(Struct, frozen=True, array_like=True, gc=False, omit_defaults=True):
     """How an encoded chunk becomes an array: `codec` decodes it to this `shape`, and the extent is its first corner.
 
-    The codecs are "zstd", "" for bytes as they are, and "zarr" for everything else that TensorStore decodes, given
-    the array's metadata in `detail`.
+    The codecs are "zstd", "" for plain bytes, and "zarr" for every other codec that TensorStore decodes, from the
+    array's metadata in `detail`.
     """
 
     codec: str
@@ -63,7 +63,7 @@ class Coding(Struct, frozen=True, array_like=True, gc=False, omit_defaults=True)
 
 
 class Extent(Struct, frozen=True, array_like=True, gc=False, omit_defaults=True):
-    """A range of bytes in a file that holds one box of a leaf. `digests` are those of its pieces, concatenated.
+    """A range of bytes in a file that holds one box of a leaf. `digests` concatenates the digests of its pieces.
 
     `offset` counts from the end of the file's header. `region` is None for the whole leaf. Files of other programs
     have no digests.
@@ -78,9 +78,9 @@ class Extent(Struct, frozen=True, array_like=True, gc=False, omit_defaults=True)
 
 
 class RecordedSharding(Struct, frozen=True, omit_defaults=True):
-    """How an array was sharded: the mesh axes that each of its own axes was cut by, and the sizes of the mesh.
+    """How an array was sharded: the mesh axes that split each axis of the array, and the sizes of the mesh.
 
-    `memory_kind` is that of the devices' memory, unless it is their default. The mesh of one device alone is empty.
+    `memory_kind` is the kind of device memory; None for the default. The mesh of a single device is empty.
     """
 
     spec: tuple[str | tuple[str, ...] | None, ...]
@@ -91,10 +91,10 @@ class RecordedSharding(Struct, frozen=True, omit_defaults=True):
 class LeafEntry(Struct, frozen=True, array_like=True, gc=False, omit_defaults=True):
     """The description of one array, and the extents that hold its bytes.
 
-    home       "numpy", "jax", or "weak" for a weakly typed jax.Array: the kind of array that was saved
+    home       the kind of saved array: "numpy", "jax", or "weak" for a weakly typed jax.Array
     key        the generator of a typed PRNG key, which is stored as its key data
     sharding   how a jax.Array was sharded
-    sha256     the SHA-256 of all elements, if it was asked for
+    sha256     the SHA-256 of all elements, if the save recorded it
     """
 
     dtype: str
@@ -116,7 +116,7 @@ class LeafEntry(Struct, frozen=True, array_like=True, gc=False, omit_defaults=Tr
 
     @property
     def logical_shape(self) -> tuple[int, ...]:
-        """Return the shape that the user sees: without the axis of a PRNG key's data."""
+        """Return the shape for the user, without the axis of a PRNG key's data."""
         return self.shape[:-1] if self.key else self.shape
 
     @property
@@ -127,7 +127,7 @@ class LeafEntry(Struct, frozen=True, array_like=True, gc=False, omit_defaults=Tr
         return _region(extent.region) if extent.region else Box.whole(self.shape)
 
 
-@lru_cache(2**14)  # leaves that are cut alike have the same boxes
+@lru_cache(2**14)  # leaves that are sharded alike have the same boxes
 def _region(box: tuple[tuple[int, ...], tuple[int, ...]]) -> Box:
     return Box(*box)
 
@@ -137,8 +137,8 @@ class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):
 
     The files are in the directory `root` beside the manifest, or in the manifest's own directory; with `ocdbt` they are
     the keys of a database there. If several processes wrote the tree, the extents are in process records, in the
-    headers of the files, and `parts` says whether every leaf is "whole" in one file or some are "torn". `holdings` says
-    which record has which leaves, so that nobody has to read them all.
+    headers of the files; `parts` says whether every leaf is "whole" in one file or some leaves are "torn". `owners`
+    says which record has which leaves, so that a load reads only the records that it needs.
     """
 
     save_id: str
@@ -147,7 +147,7 @@ class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):
     block: int
     files: tuple[DataFile, ...]
     parts: Literal["whole", "torn"] | msgspec.UnsetType = msgspec.UNSET
-    holdings: Holdings | msgspec.UnsetType = msgspec.UNSET
+    owners: Owners | msgspec.UnsetType = field(name="holdings", default=msgspec.UNSET)
     raw_root: str | msgspec.UnsetType = field(name="root", default=msgspec.UNSET)
     ocdbt: bool | msgspec.UnsetType = msgspec.UNSET
     raw_metadata: dict[str, Any] = field(name="metadata", default_factory=dict)
@@ -161,7 +161,7 @@ class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def has_digests(self) -> bool:
-        """Tell whether the tree was saved by eformer, so that every byte of it can be checked."""
+        """Tell whether eformer saved the tree, so that every byte of it can be checked."""
         return bool(self.save_id)
 
     @property
@@ -185,7 +185,7 @@ class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):
 
     @lazy_property
     def leaves(self) -> dict[str, LeafEntry]:
-        """Return the leaves that are arrays, by name, in the tree's order. Names are looked up in either spelling."""
+        """Return the leaves that are arrays, by name, in the tree's order. Lookups take escaped and readable names."""
         entries = _ByName(self.listed_leaves())
         rooms = [file.nbytes - file.header_nbytes for file in self.files]
         for name, entry in entries.items():
@@ -194,14 +194,14 @@ class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):
         return entries
 
     def listed_leaves(self) -> dict[str, LeafEntry]:
-        """Return the leaves as they are listed, unchecked; of a tree in parts they have no extents."""
+        """Return the listed leaves, unchecked. In a tree by several processes they have no extents."""
         entries = parse_json(self.raw_leaves, dict[str, LeafEntry], _INVALID_LEAVES)
         if both := entries.keys() & self.raw_values.keys():
             raise FormatError(f"the manifest lists {sorted(both)[:3]} both as arrays and as plain values")
         return entries
 
     def check_leaves(self) -> None:
-        """Parse and check every leaf; raise a FormatError for the first that makes no sense."""
+        """Parse and check every leaf. Raise a FormatError for the first impossible leaf."""
         _ = self.leaves
 
     @property
@@ -214,7 +214,7 @@ class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):
         return arrays + [LeafLine(name, _value_text(value)) for name, value in self.raw_values.items()]
 
     def summary(self, prefix: str = "") -> TreeSummary:
-        """Summarize the tree for display. A damaged entry is reported in the summary instead of raised."""
+        """Summarize the tree for display. A damaged entry is in the summary; it does not raise."""
         try:
             entries, lines = self.leaves.values(), self.lines()
         except FormatError as error:
@@ -238,7 +238,7 @@ class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):
 
 
 class BoxedTree(TreeEntry, frozen=True, kw_only=True, dict=True):
-    """A tree whose leaves may lack boxes. `leaves` is the field: nothing checks for gaps."""
+    """A tree whose leaves may lack boxes. Its leaves are given, and not checked for gaps."""
 
     boxed: dict[str, LeafEntry]
 
@@ -282,12 +282,12 @@ def foreign_tree(
 def _value_text(value: Any) -> str:
     try:
         return printable(f"= {shortened(repr(value_from_json(value)), _MOST_SHOWN)}")
-    except (ValueError, RecursionError) as error:  # not recorded; or a number with too many digits to print
+    except (ValueError, RecursionError) as error:  # not recorded, or a number with too many digits to print
         return printable(shortened(str(error), _MOST_SHOWN))
 
 
 class _ByName(dict[str, LeafEntry]):
-    """Find leaves by the readable spellings of their names, too."""
+    """A dict of leaves that also takes the readable spellings of their names."""
 
     @lazy_property
     def _spellings(self) -> Spellings:
@@ -303,7 +303,7 @@ class _ByName(dict[str, LeafEntry]):
 
 
 class Leaves(Mapping[str, LeafEntry]):
-    """Map names to leaves, each parsed and checked on access: reading one of 100,000 does not parse the others."""
+    """Map names to leaves. Parse and check each leaf on access: reading one of 100,000 leaves parses that leaf only."""
 
     def __init__(self, tree: TreeEntry) -> None:
         self._tree = tree
@@ -325,7 +325,7 @@ class Leaves(Mapping[str, LeafEntry]):
 
 
 def parse_structure(raw: Raw | bytes) -> Any:
-    """Parse the structure of a tree, which `unflatten` understands."""
+    """Parse the recorded structure of a tree."""
     try:
         return msgspec.json.decode(raw)
     except MALFORMED_JSON as error:
@@ -333,13 +333,13 @@ def parse_structure(raw: Raw | bytes) -> Any:
 
 
 class CommitLog(Struct, frozen=True, omit_defaults=True):
-    """What an index in a bucket says of saves, so that each is committed once or never.
+    """The saves that an index in a bucket remembers, so that each save commits once or never.
 
-    by      differs in every version of the index, so that no two are the same
-    done    the saves that were committed last, the newest first
-    dead    the saves that were given up for dead, and when: none of them may be committed any more; and single files
-            of other saves that were removed: none may be named again
-    gone    whether the whole checkpoint was removed, with all that lay in its directory
+    by      a value that differs in every version of the index, so that no two versions have the same bytes
+    done    the last committed saves, the newest first
+    dead    the saves that count as dead, with the time: they must not commit later. Also single removed files of other
+            saves: no later version may name them
+    gone    whether the whole checkpoint was removed, with everything in its directory
     """
 
     by: str = ""
@@ -348,7 +348,7 @@ class CommitLog(Struct, frozen=True, omit_defaults=True):
     gone: bool = False
 
 
-class Manifest(Shown, Struct, frozen=True, kw_only=True):
+class Manifest(Struct, frozen=True, kw_only=True):
     """The record of a checkpoint: its format, and its trees by prefix. A tree saved without a prefix is under ""."""
 
     digest: str = NO_DIGEST
@@ -357,17 +357,13 @@ class Manifest(Shown, Struct, frozen=True, kw_only=True):
     log: CommitLog | msgspec.UnsetType = msgspec.UNSET
     trees: dict[str, TreeEntry] = field(default_factory=dict)
 
-    def _shown(self) -> tuple[str, Sequence[TreeSummary], Sequence[str]]:
-        trees = [tree.summary(prefix) for prefix, tree in self.trees.items()]
-        return f"checkpoint ({self.format})", trees, ()
-
     @property
     def save_ids(self) -> set[str]:
         """The ids of the saves that wrote the trees."""
         return {tree.save_id for tree in self.trees.values()}
 
     def names(self) -> set[str]:
-        """Return what it names at the top of its directory: the directories of trees, and files."""
+        """Return the entries of its directory that it names: the directories of trees, and files."""
         trees = self.trees.values()
         return {
             name
@@ -377,27 +373,17 @@ class Manifest(Shown, Struct, frozen=True, kw_only=True):
 
     @property
     def barred(self) -> Container[str]:
-        """The saves and files that no later version may name."""
+        """The saves and files that no later version of the index may name."""
         return self.log.dead if self.log else ()
 
     @property
     def is_empty(self) -> bool:
-        """Whether it says that there is no checkpoint: one was removed, or a dead save was barred."""
+        """Whether no checkpoint is here: it was removed, or a dead save was barred before the first commit."""
         return bool(self.log) and not self.trees
 
     def has_committed(self, save_id: str) -> bool:
-        """Tell whether a save was committed, even if others have replaced its tree since."""
+        """Tell whether a save was committed, even if later saves have replaced its tree."""
         return save_id in self.save_ids or bool(self.log and save_id in self.log.done)
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """Return the metadata of the tree without a prefix, or of the only tree."""
-        if "" not in self.trees and len(self.trees) != 1:
-            raise ValueError(
-                f"the checkpoint holds several trees; use .trees[prefix].metadata, prefix one of {sorted(self.trees)}"
-            )
-        prefix = "" if "" in self.trees else next(iter(self.trees))
-        return self.trees[prefix].metadata
 
     def with_tree(self, prefix: str, tree: TreeEntry) -> Manifest:
         """Return a copy with one tree added or replaced."""
@@ -414,13 +400,13 @@ class Manifest(Shown, Struct, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, data: bytes | str, origin: str) -> Manifest:
-        """Parse a manifest that is part of a document whose digest has been checked."""
+        """Parse a manifest inside a document whose digest has been checked."""
         try:
             manifest = json_decoder(Manifest).decode(data)
             for tree in manifest.trees.values():
                 check_tree(tree)
         except (*MALFORMED_JSON, FormatError) as error:
-            _refuse_newer(data, origin)  # whose fields may be others
+            _refuse_newer(data, origin)  # a newer version may have other fields
             raise FormatError(f"{origin} is not a readable manifest: {error}") from error
         if manifest.version > VERSION:
             _refuse_newer(data, origin)
@@ -447,22 +433,25 @@ def _refuse_newer(data: bytes | str, origin: str) -> None:
 class Receipt(Struct):
     """The receipt of one process: complete and synced files, under names that no manifest refers to yet.
 
-    If several processes save together, the leaves are in a `ProcessRecord` instead, and the sum of the `weight`s tells
-    whether they have written every element exactly once. `holdings` says which leaves are in which of the files; None
-    if that cannot be said briefly. `parts` has what each process adds to the metadata.
+    If several processes save together, the leaves are in a `ProcessRecord` instead, and the sum of `coverage` tells
+    whether the processes have written every element exactly once. `owners` has the leaves of each file; None if the
+    table would be too long. `parts` has the metadata that each process adds.
     """
 
     files: list[DataFile] = field(default_factory=list)
     leaves: dict[str, LeafEntry] = field(default_factory=dict)
-    weight: int = 0
+    coverage: int = 0
     is_torn: bool = False
-    holdings: Holdings | None = None
+    owners: Owners | None = None
     parts: list[bytes] = field(default_factory=list)
 
 
-def weight_of(name: str, elements: int) -> int:
-    """Weigh a box of a leaf. The weights of boxes sum to the weight of the leaf only if they cover it exactly once,
-    but for collisions of a 64-bit hash."""
+def coverage_of(name: str, elements: int) -> int:
+    """Return a number for a box of a leaf.
+
+    The numbers of boxes sum to the number of the leaf only if the boxes cover it exactly once, apart from collisions of
+    a 64-bit hash.
+    """
     return elements * xxh3_64_number(name.encode(errors="surrogatepass")) % 2**64
 
 

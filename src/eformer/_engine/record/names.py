@@ -51,9 +51,9 @@ def escape(part: str) -> str:
 
 
 def escape_siblings(keys: Sequence[Any]) -> list[str]:
-    """Escape the keys of one node's children, so that keys that read the same, such as 1 and "1", stay different.
+    """Escape the keys of one node's children. Keys that read the same, such as 1 and "1", stay different.
 
-    The result depends on the keys alone where possible, not on their order.
+    If possible, the result does not depend on the order of the keys.
     """
     texts = list(map(str, keys))
     if len(set(texts)) == len(texts):
@@ -75,7 +75,7 @@ def _escape_character(match: re.Match[str]) -> str:
 
 
 def unescape(part: str) -> str:
-    """Undo `escape`."""
+    """Return the text of an escaped part."""
     if "%" not in part:
         return part
     text = _SIBLING.sub("", part)
@@ -88,20 +88,20 @@ def join_name(escaped: Iterable[str]) -> str:
 
 
 def split_name(name: str) -> tuple[str, ...]:
-    """Split a name into its escaped parts. Undoes `join_name`."""
+    """Split the name of a leaf into its escaped parts."""
     return () if name == BARE_LEAF else tuple(name.split("."))
 
 
 def readable(name: str) -> str:
-    """Return a name as people write it: parts without escapes, joined by dots. Several leaves may read the same."""
+    """Return a readable name: parts without escapes, joined by dots. Several leaves may read the same."""
     return name if "%" not in name else ".".join(map(unescape, split_name(name)))
 
 
 def readable_names(names: Iterable[str]) -> dict[str, str]:
-    """Map the names of a tree to their readable spellings, each to another.
+    """Map the names of a tree to distinct readable spellings.
 
-    Names that read the same stay escaped, and so do those whose spelling would be empty, unprintable or have a percent
-    sign in it: one with a percent sign is always escaped.
+    Names that read the same stay escaped. So do names whose spelling would be empty, unprintable or contain a percent
+    sign: a spelling with a percent sign is always an escaped name.
     """
     spelled = {name: name for name in names}
     escaped = {name: readable(name) for name in spelled if "%" in name}
@@ -119,7 +119,7 @@ def _is_plain(text: str) -> bool:
 def name_to_path(name: str) -> tuple[str, ...]:
     """Turn a name into path components: each fits a file system, and no two names share a path.
 
-    Raises for a name that `join_name` cannot return, so that a hostile name does not lead out of the directory.
+    Raise FormatError for a name that eformer never writes, so that a hostile name cannot lead out of the directory.
     """
     parts = name.split(".")
     for part in parts:
@@ -131,7 +131,7 @@ def name_to_path(name: str) -> tuple[str, ...]:
 
 
 def path_to_name(path: Iterable[str]) -> str:
-    """Undo `name_to_path`. Raises for a path that it cannot return."""
+    """Return the name of the leaf at a path. Raise FormatError for a path that no leaf has."""
     components = tuple(path)
     name = ".".join(components).replace("%-.", "")
     if name_to_path(name) != components:
@@ -141,13 +141,13 @@ def path_to_name(path: Iterable[str]) -> str:
 
 @lru_cache(2**12)
 def _is_part(part: str) -> bool:
-    """Tell whether `join_name` can return a name with this part."""
+    """Tell whether a name of eformer can have this part."""
     text = _SIBLING.sub("", part)
     return escape(unescape(text)) == text
 
 
 def _fit(part: str) -> list[str]:
-    """Split `part` into pieces of at most `_MAX_COMPONENT_BYTES`; all but the last end in a continuation mark."""
+    """Split `part` into texts of at most `_MAX_COMPONENT_BYTES`; all but the last end in a continuation mark."""
     if len(part) * 4 <= _MAX_COMPONENT_BYTES:
         return [part]
     pieces, room = [""], _MAX_COMPONENT_BYTES
@@ -172,7 +172,7 @@ def is_text(name: str) -> bool:
 
 
 def is_inside(path: str) -> bool:
-    """Tell whether a path that a checkpoint contains stays below its directory, apart from links."""
+    """Tell whether a path from a checkpoint stays below its directory, apart from links."""
     return "\0" not in path and not any(part in ("", ".", "..") for part in path.split("/"))
 
 
@@ -200,9 +200,9 @@ _WILDCARD = re.compile(r"[*?[]")
 
 
 class Spellings:
-    """Find leaves by their names, escaped or as people write them, and by the names of subtrees.
+    """Find leaves by their names, escaped or readable, and by the names of subtrees.
 
-    The escaped spelling comes first: it never means two leaves.
+    The escaped spelling comes first, because it is never ambiguous.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -212,7 +212,7 @@ class Spellings:
             self._names.setdefault(text, []).append(name)
 
     def leaves(self, spelling: str) -> list[str]:
-        """Return the leaf of this name. Several are returned if they read the same and none is spelled exactly so."""
+        """Return the leaf of this name; all leaves that read like it, if no name is spelled exactly so."""
         return [spelling] if spelling in self._readable else self._names.get(spelling, [])
 
     def below(self, spelling: str) -> list[str]:
@@ -238,7 +238,7 @@ class Spellings:
         ]
 
     def known(self) -> Iterator[str]:
-        """Yield the readable spellings of the leaves, each followed by those of the subtrees that it is in."""
+        """Yield the readable spellings of the leaves, each followed by the subtrees that contain it."""
         seen = set[str]()
         for text in self._names:
             while text and text not in seen:
@@ -248,7 +248,7 @@ class Spellings:
 
 
 def _subtrees(spelled: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Return the leaves of all subtrees, by the names of these, for pairs of a spelling and a leaf."""
+    """Return the leaves of each subtree by its name, from pairs of a spelling and a leaf."""
     subtrees: dict[str, list[str]] = {}
     for text, name in spelled:
         while text := text.rpartition(".")[0]:
@@ -257,8 +257,8 @@ def _subtrees(spelled: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def resolve(spellings: Iterable[str], names: Iterable[str]) -> tuple[dict[str, None], list[str]]:
-    """Return the leaves that the spellings name, match or lie above, in the order of `names`, and a problem for each
-    spelling that finds none or could mean several."""
+    """Return the leaves that the spellings name, match or contain, in the order of `names`, and a problem for each
+    spelling that finds no leaf or is ambiguous."""
     names = list(names)
     known, chosen, unknown, problems = Spellings(names), set[str](), [], []
     for spelling in spellings:
@@ -278,12 +278,12 @@ def resolve(spellings: Iterable[str], names: Iterable[str]) -> tuple[dict[str, N
 
 
 def ambiguous(spelling: str, found: Sequence[str]) -> str:
-    """Say that a spelling means several leaves, and how to name one."""
-    return f"{spelling!r} is how several leaves read; write one of {', '.join(map(repr, found))}"
+    """Return a message that a spelling is ambiguous, with the names to write instead."""
+    return f"{spelling!r} is ambiguous; write one of {', '.join(map(repr, found))}"
 
 
-# A place in a tree that is being walked: None at the root, else the parent's place and the step from there.
-# It costs one tuple a node, and becomes text only for an error.
+# A place in a tree during a walk: None at the root, else the parent's place and the step from there. It costs one tuple
+# for each node, and becomes text only for an error.
 Place = tuple["Place", Any] | None
 
 

@@ -18,26 +18,25 @@ class SaveOptions:
 
     max_shard_bytes   maximum size of a data file in a directory; only a single larger leaf exceeds it
     dtype             store floating leaves as this dtype; None stores them unchanged
-    snapshot          where `save_async` copies accelerator arrays, so that the caller may donate the originals at once:
-                      to the "device" or to "host" memory; "auto" uses the device if it has room
+    snapshot          where `save_async` copies accelerator arrays, so that the caller may donate the originals when it
+                      returns: to the "device" or to "host" memory; "auto" uses the device if it has room
     staging_bytes     maximum host memory for bytes on their way from an accelerator to the disk
     threads           number of threads that write; None for one per core, at least 2 and at most 8
     checksums         record the SHA-256 of every array, in addition to the digests, which are always recorded; if
-                      several processes save, only for arrays that one of them holds whole
+                      several processes save, only for arrays that one process holds whole
     processes         numbers of the processes that save the tree together; None for all. A single process saves its own
-                      data without waiting for others
-    timeout           seconds that a process waits for the others, at each of the two meetings of a save; None for 600.
-                      A save to a bucket is also given up after so many seconds in all; None: only its requests have
-                      limits
-    reuse             do not write leaves whose digests an earlier checkpoint already has: True for the checkpoint that
-                      this save replaces, or the path of another one on the same file system. Files are hard-linked, so
-                      either checkpoint may be deleted. A local file is read from the disk before it is linked, at most
-                      once in 10 minutes, and a damaged one is written anew. Other programs can open the result if no
-                      linked file holds leaves that have changed since. None, the default, is False for `save` and
-                      `save_async`; a `Run` takes None and True for its last step, and links only files whose leaves are
-                      all unchanged, which other programs can always open
+                      data without waiting for other processes
+    timeout           seconds that each of the two meetings of the processes may take; None for 600. In a bucket it also
+                      limits the whole save; None limits only its requests
+    reuse             hard-link leaves from an earlier checkpoint that has the same digests, instead of writing them.
+                      True uses the checkpoint that this save replaces; a path, a checkpoint on the same file system.
+                      Either checkpoint may be deleted later. A local file is read and checked before it is linked, at
+                      most once in 10 minutes; a damaged file is written anew. Other programs can open the result if no
+                      linked file holds leaves that have changed since. None, the default, means False, except in a
+                      `Run`, which uses its last step and links only files whose leaves are all unchanged: other
+                      programs can always open them
     store_options     a dict of options of the bucket, which `store_options` lists. They hold for one save, until it is
-                      done; those of a `Run` until it is closed
+                      done; the options of a `Run` hold until it is closed
 
     Only for the format "tensorstore":
 
@@ -56,7 +55,7 @@ class SaveOptions:
     processes: tuple[int, ...] | None = None
     timeout: float | None = None
     reuse: bool | str | os.PathLike[str] | None = None
-    # They may hold secrets.
+    # Not shown: they may hold secrets.
     store_options: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
     max_chunk_bytes: int | None = None
     compression: Literal["zstd"] | None = None
@@ -73,7 +72,7 @@ class SaveOptions:
         if not isinstance(self.reuse, (bool, str, os.PathLike, type(None))):
             raise TypeError(f"SaveOptions.reuse must be True, False or a path, not {self.reuse!r}")
         if self.reuse and (self.ocdbt or self.compression):
-            raise ValueError("SaveOptions.reuse is for arrays as they are, without ocdbt and compression")
+            raise ValueError("SaveOptions.reuse cannot be combined with ocdbt or compression")
         if self.compression not in (None, "zstd"):
             raise ValueError(f"SaveOptions.compression must be 'zstd' or None, not {self.compression!r}")
         if self.snapshot not in get_args(Snapshot):
@@ -83,7 +82,7 @@ class SaveOptions:
 
 
 def options_from(given: SaveOptions | Mapping[str, Any]) -> SaveOptions:
-    """Return options that may be given as a dict of their fields. One error lists every unknown field."""
+    """Return options from a dict of their fields, or unchanged. A single error lists all unknown fields."""
     if isinstance(given, SaveOptions):
         return given
     if not isinstance(given, Mapping):
@@ -91,5 +90,5 @@ def options_from(given: SaveOptions | Mapping[str, Any]) -> SaveOptions:
     known = [one.name for one in fields(SaveOptions)]
     unknown = [f"{name!r}{hint}" for name, hint in with_nearest(map(str, given.keys() - set(known)), known)]
     if unknown:
-        raise TypeError(f"options has fields that SaveOptions does not: {', '.join(sorted(unknown))}")
+        raise TypeError(f"options has fields that SaveOptions lacks: {', '.join(sorted(unknown))}")
     return SaveOptions(**given)

@@ -1,7 +1,7 @@
 """Arrange the names of leaves as a tree to look at: in order, chains joined, repeated modules folded. Pure.
 
 A row has a path: the escaped parts of a name, joined by dots. Two kinds of parts never occur in names: `%*0-31` is a
-row for the siblings 0 to 31, which are alike and come below it, and `%=` is the leaf that has the name of a module.
+row for the siblings 0 to 31, which are alike and follow below it; `%=` is a leaf that has the name of a module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ITSELF = "%="
 
 _DEEPEST = 64  # levels of modules; deeper parts stay one name, which bounds the recursion
 
-# What stands before the first number of a part, the number, and the rest. Digits of escapes are no numbers.
+# The text before the first number of a part, the number, and the rest. Digits of escapes do not count as numbers.
 _NUMBERED = re.compile(
     r"((?>(?:%(?:[0-9A-F]{2}|uD[89A-F][0-9A-F]{2}|#\d+)|\d{10,}|\D)*))(\d{1,9})(.*)", re.DOTALL
 )
@@ -31,8 +31,8 @@ _NUMBERED = re.compile(
 class _Node:
     """A leaf, a module, or a fold.
 
-    leaf    the number of the leaf in the order that was given; -1 for a module
-    alike   equal for nodes that are alike below their own names
+    leaf    the number of the leaf in the given order; -1 for a module
+    alike   equal for nodes that differ only in their own names
     """
 
     part: str
@@ -44,10 +44,10 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class _Arranger:
-    """Put children in order, fold those that are alike, and join chains.
+    """Put children in order, fold siblings that are alike, and join chains.
 
-    fewest        siblings that are folded
-    with_leaves   whether leaves are folded, too
+    fewest        fold at least this many siblings
+    with_leaves   fold leaves, too
     """
 
     fewest: int
@@ -77,7 +77,7 @@ class _Arranger:
 
 
 def _arranged(leaves: Iterable[tuple[str, Hashable]], *, fewest: int, with_leaves: bool) -> _Node:
-    """Return the root of the tree of these leaves. Each has a name, and a kind that is equal for leaves that are
+    """Return the root of the tree of these leaves: pairs of a name and a kind, which is equal for leaves that are
     alike."""
     root = _Node("")
     inner: dict[tuple[str, ...], _Node] = {(): root}
@@ -104,9 +104,10 @@ def _node_at(inner: dict[tuple[str, ...], _Node], parts: tuple[str, ...]) -> _No
 
 
 def _runs(nodes: Iterable[_Node]) -> Iterator[list[_Node]]:
-    """Yield nodes whose numbers follow each other and that are alike together, and every other node alone.
+    """Yield runs of nodes: nodes that are alike and have consecutive numbers together, every other node alone.
 
-    Numbered nodes come in the order of their numbers, at the place of the first: alphabetically, 10 comes before 2.
+    Numbered nodes come in the order of their numbers, at the place of the first, because 10 comes before 2 in the
+    alphabet.
     """
     groups: dict[str | tuple[str, str], list[tuple[int, _Node]]] = {}
     for node in nodes:
@@ -127,7 +128,7 @@ def _follows(before: tuple[int, _Node], after: tuple[int, _Node]) -> bool:
 
 
 def _joined(node: _Node) -> _Node:
-    """Join a module that has one child with it."""
+    """Join a module with its only child."""
     if len(node.children) != 1 or node.leaf >= 0:
         return node
     (only,) = node.children
@@ -143,9 +144,9 @@ def _joined(node: _Node) -> _Node:
 class TreeRow:
     """A row of the tree, in the order of a depth-first walk.
 
-    depth   how many rows are above it; 0 for the root, which is the first row
-    part    the rest of its path after that of the row above it
-    leaf    the number of the leaf in the order that was given; -1 for a group
+    depth   the number of rows above it; 0 for the root, which is the first row
+    part    its path below the row above it
+    leaf    the number of the leaf in the given order; -1 for a group
     """
 
     depth: int
@@ -154,7 +155,7 @@ class TreeRow:
 
 
 def tree_rows(leaves: Sequence[tuple[str, Hashable]]) -> list[TreeRow]:
-    """Return the rows of a page, which can be unfolded: only modules are folded, three or more of a kind."""
+    """Return the rows of a page. Only modules are folded, three or more of a kind; the page can unfold them."""
     root = _arranged(leaves, fewest=3, with_leaves=False)
     if root.leaf >= 0:
         root = _Node("", children=[replace(root, part=leaves[root.leaf][0])])
@@ -174,16 +175,16 @@ def _walk(root: _Node) -> Iterator[TreeRow]:
 
 @dataclass(frozen=True, slots=True)
 class LeafLine:
-    """A leaf for display. `what` is its dtype and shape, or the text of a plain value."""
+    """A leaf for display. `text` is its dtype and shape, or its plain value."""
 
     name: str
-    what: str
+    text: str
     nbytes: int = 0
 
 
 @dataclass(slots=True)
 class OutlineNode:
-    """A leaf, or a module with its children. It stands for `count` nodes that differ only in a number in the label."""
+    """A leaf, or a module with its children. Represents `count` nodes that differ only in a number in the label."""
 
     label: str
     line: LeafLine | None = None
@@ -192,11 +193,11 @@ class OutlineNode:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all nodes that this one stands for."""
+        """Return the bytes of all represented nodes."""
         return self.count * (self.line.nbytes if self.line else sum(child.nbytes for child in self.children))
 
     def rows(self) -> list[tuple[int, OutlineNode]]:
-        """List every node below the root with its depth; or the root, if it is a leaf."""
+        """List every node below the root with its depth; or the root alone, if it is a leaf."""
         if self.line:
             return [(0, self)]
         found, left = [], [(0, child) for child in reversed(self.children)]
@@ -208,8 +209,8 @@ class OutlineNode:
 
 
 def outline(lines: Sequence[LeafLine]) -> OutlineNode:
-    """Return the root of the tree of these leaves in which everything that repeats is shown once."""
-    root = _arranged(((line.name, (line.what, line.nbytes)) for line in lines), fewest=2, with_leaves=True)
+    """Return the root of the tree of these leaves, with repeated nodes shown once."""
+    root = _arranged(((line.name, (line.text, line.nbytes)) for line in lines), fewest=2, with_leaves=True)
     return _shown(root, lines)
 
 

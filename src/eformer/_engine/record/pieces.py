@@ -1,4 +1,4 @@
-"""Cut boxes of arrays into pieces: the smallest units with a digest, and so the smallest that are read."""
+"""Split boxes of arrays into pieces: the smallest units with a digest, and so the smallest units of a read."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ PIECE_BYTES = 2**20
 
 
 def pieces(shape: tuple[int, ...], itemsize: int, limit: int) -> list[Box]:
-    """Cut a box of this shape into boxes of at most `limit` bytes, each contiguous in C order, in that order.
+    """Split a box of this shape into boxes of at most `limit` bytes, each contiguous in C order, and in that order.
 
     An empty box has no pieces.
     """
     return [piece for _, piece in pieces_in(Box.whole(shape), shape, itemsize, limit)]
 
 
-def pieces_in(region: Box, shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[tuple[int, Box]]:
-    """Yield those of the `pieces` that touch the region, with their numbers, without computing the others."""
-    if not region.size:
+def pieces_in(wanted: Box, shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[tuple[int, Box]]:
+    """Yield the pieces of an array that touch the wanted box, with their numbers, without computing any other piece."""
+    if not wanted.size:
         return
     if itemsize * math.prod(shape) <= max(limit, itemsize):
         yield 0, Box.whole(shape)
         return
     axis, rows = _cut(shape, itemsize, limit)
     inner, in_a_row = shape[axis + 1 :], -(-shape[axis] // rows)
-    outer_ranges = [range(a, b) for a, b in zip(region.start[:axis], region.stop[:axis], strict=True)]
+    outer_ranges = [range(a, b) for a, b in zip(wanted.start[:axis], wanted.stop[:axis], strict=True)]
     for outer in itertools.product(*outer_ranges):
         number = 0
         for index, size in zip(outer, shape, strict=False):
             number = number * size + index
         end = tuple(index + 1 for index in outer)
-        for part in range(region.start[axis] // rows, -(-region.stop[axis] // rows)):
+        for part in range(wanted.start[axis] // rows, -(-wanted.stop[axis] // rows)):
             start, stop = part * rows, min((part + 1) * rows, shape[axis])
             yield number * in_a_row + part, Box((*outer, start, *(0 for _ in inner)), (*end, stop, *inner))
 
 
 def piece_sizes(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[int]:
-    """Yield the sizes of the `pieces` in bytes, in their order."""
+    """Yield the sizes in bytes of the pieces of an array, in their order."""
     size = math.prod(shape)
     if size <= 1 or itemsize * size <= limit:
         if size:
@@ -63,7 +63,7 @@ def piece_sizes(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[i
 
 @lru_cache(4096)  # most leaves of a tree have one of a few shapes
 def count_pieces(shape: tuple[int, ...], itemsize: int, limit: int) -> int:
-    """Count the `pieces`."""
+    """Count the pieces of an array."""
     size = math.prod(shape)
     if size <= 1 or itemsize * size <= limit:
         return min(size, 1)
@@ -72,7 +72,7 @@ def count_pieces(shape: tuple[int, ...], itemsize: int, limit: int) -> int:
 
 
 def _cut(shape: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, int]:
-    """Return the first axis whose single rows fit into `limit`, and how many rows do."""
+    """Return the first axis whose single rows fit into `limit`, and how many rows fit."""
     row = itemsize * math.prod(shape)
     for axis, size in enumerate(shape):
         row //= size
@@ -82,7 +82,7 @@ def _cut(shape: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, int]:
 
 
 def joined(boxes: Iterable[Box], itemsize: int, limit: int) -> Iterator[list[Box]]:
-    """Group consecutive pieces, as many as form a box of at most `limit` bytes."""
+    """Group consecutive pieces that form a box of at most `limit` bytes."""
     group: list[Box] = []
     around, size = None, 0
     for box in boxes:
@@ -103,12 +103,12 @@ def bounding(boxes: Sequence[Box]) -> Box:
     return Box(tuple(map(min, starts)), tuple(map(max, stops)))
 
 
-def merged(regions: Sequence[Box]) -> list[Box]:
-    """Return one box if the disjoint `regions` fill it exactly, else the regions themselves."""
-    if len(regions) < 2:
-        return list(regions)
-    box = bounding(regions)
-    return [box] if box.size == sum(region.size for region in regions) else list(regions)
+def merged(boxes: Sequence[Box]) -> list[Box]:
+    """Return one box if the disjoint `boxes` fill it exactly, else the boxes themselves."""
+    if len(boxes) < 2:
+        return list(boxes)
+    around = bounding(boxes)
+    return [around] if around.size == sum(box.size for box in boxes) else list(boxes)
 
 
 def shifted(boxes: Iterable[Box], start: tuple[int, ...]) -> list[Box]:
@@ -125,10 +125,10 @@ def shifted(boxes: Iterable[Box], start: tuple[int, ...]) -> list[Box]:
 
 
 def offset_within(box: Box, outer: Box) -> int | None:
-    """Return how many elements of `outer` precede `box`, if `box` is one contiguous run of `outer`; else None."""
+    """Return how many elements of `outer` precede `box`; None if `box` is not consecutive in `outer`."""
     if any(a < c or b > d for a, b, c, d in zip(box.start, box.stop, outer.start, outer.stop, strict=True)):
         return None
-    offset, is_run = 0, True  # a run: single indices, then a range, then only whole axes
+    offset, is_run = 0, True  # consecutive: single indices, then a range, then only whole axes
     for size, whole, start, first in zip(box.shape, outer.shape, box.start, outer.start, strict=True):
         if not is_run and size != whole:
             return None
@@ -142,7 +142,7 @@ def is_tiling(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
     boxes = [box for box in boxes if box.size]
     if sum(box.size for box in boxes) != math.prod(shape) or len({box.start for box in boxes}) < len(boxes):
         return False
-    # Shards are usually cells of a grid; then no two overlap, and pairs need not be compared.
+    # Shards are usually cells of a grid. Cells never overlap, so pairs need not be compared.
     edges = [sorted({box.start[axis] for box in boxes} | {size}) for axis, size in enumerate(shape)]
     ends = [dict(itertools.pairwise(axis)) for axis in edges]
     if all(end[a] == b for box in boxes for end, a, b in zip(ends, box.start, box.stop, strict=True)):
@@ -151,7 +151,7 @@ def is_tiling(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
 
 
 def _overlap_anywhere(boxes: Sequence[Box], axis: int) -> bool:
-    """Tell whether any two boxes overlap, by a sweep along one axis."""
+    """Tell whether two of the boxes overlap, by a sweep along one axis."""
     still_open: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.start[axis]):
         still_open = [other for other in still_open if other.stop[axis] > box.start[axis]]

@@ -1,7 +1,7 @@
 """Describe leaves to be saved, and the files that will hold them.
 
-A format lays sources out in planned files. When these are written and their digests are known, they become the
-record: a `PlannedFile` becomes a `DataFile`, a `PlannedExtent` an `Extent`.
+A format lays sources out in planned files. The record is made of them when they are written and their digests are
+known: a `PlannedFile` becomes a `DataFile`, a `PlannedExtent` an `Extent`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from eformer._engine.record.boxes import Box
+from eformer._engine.record.by_process import ProcessRecord
 from eformer._engine.record.digests import NO_DIGEST, xxh3_128
 from eformer._engine.record.dtypes import dtype_from_name, from_raw
-from eformer._engine.record.manifest import Coding, DataFile, Extent, LeafEntry, weight_of
+from eformer._engine.record.manifest import Coding, DataFile, Extent, LeafEntry, coverage_of
 from eformer._engine.record.pieces import count_pieces
-from eformer._engine.record.process_records import ProcessRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -33,8 +33,8 @@ ArrayBox = tuple[Box, Any]
 class LazyArray:
     """An array that is not in memory, and is read box by box.
 
-    `in_order` tells whether reading a box of rows reads no more than the bytes of that box. `slow_axis` is the axis
-    along which the array can be cut so that all slices together read little more than the array once.
+    `in_order` tells whether reading a box of rows reads no more than the bytes of that box. `slow_axis` is the axis to
+    split the array along, so that reading all boxes reads little more than the array once.
     """
 
     shape: tuple[int, ...]
@@ -42,22 +42,22 @@ class LazyArray:
     in_order: bool
     slow_axis: int = 0
 
-    def read(self, region: Box) -> np.ndarray[Any, Any]:
+    def read(self, box: Box) -> np.ndarray[Any, Any]:
         """Read one box."""
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Drop decoded chunks; no further box will be read."""
+        """Drop decoded chunks. The caller reads no further box."""
 
 
 class Source(Struct, frozen=True, gc=False):
-    """A leaf to be saved, and the part of it that this process holds.
+    """A leaf to be saved, and the boxes of it that this process holds.
 
-    whole      the host array of a leaf that is in one place, which most leaves are; or its bytes, as they are stored
+    whole      the host array of the leaf, or its stored bytes, if the leaf is in one place, as most leaves are
     parts      otherwise, the boxes of the leaf and their arrays
     regions    the boxes that this process writes
-    shard      the shape of what one device holds
-    owner      the process that holds the leaf alone; -1 if several hold it
+    shard      the shape of the box on one device
+    owner      the process that alone holds the leaf; -1 if several processes hold it
     is_first   whether this process writes the beginning of the leaf
     """
 
@@ -90,7 +90,7 @@ class Source(Struct, frozen=True, gc=False):
 
     @property
     def own_regions(self) -> Sequence[Box]:
-        """Return the regions that this process writes."""
+        """Return the boxes that this process writes."""
         return self.regions if self.whole is None else [Box.whole(self.shape)]
 
     @property
@@ -98,14 +98,14 @@ class Source(Struct, frozen=True, gc=False):
         """Tell whether this process holds every element of the leaf."""
         if self.whole is not None:
             return True
-        return sum(region.size for region, _ in self.parts) == math.prod(self.shape)
+        return sum(box.size for box, _ in self.parts) == math.prod(self.shape)
 
     def entry(self, extents: tuple[Extent, ...] = (), sha256: str | None = None) -> LeafEntry:
         return LeafEntry(self.dtype, self.shape, extents, self.home, self.key, self.sharding, sha256)
 
 
 class PlannedExtent(Struct, gc=False):
-    """A box of a leaf on its way into a file. `region` is None for the whole leaf.
+    """A box of a leaf to be written to a file. `region` is None for the whole leaf.
 
     `digests` has one entry for each piece. `is_packed` marks four-bit numbers that are stored two to a byte.
     """
@@ -132,7 +132,7 @@ class PlannedExtent(Struct, gc=False):
 class PlannedFile(Struct, gc=False):
     """A file to be written: a header that belongs to no leaf, followed by boxes of leaves.
 
-    `is_there` marks a file that is linked to one of an earlier checkpoint, and is not written.
+    `is_there` marks a file that is a link to a file of an earlier checkpoint, and is not written.
     """
 
     name: str
@@ -163,9 +163,9 @@ def data_files(files: Iterable[PlannedFile]) -> list[DataFile]:
 
 
 def leaf_entries(files: Iterable[PlannedFile], sha256: Mapping[str, str]) -> dict[str, LeafEntry]:
-    """Record the leaves that are in the files."""
+    """Record the leaves in the files."""
     entries: dict[str, LeafEntry] = {}
-    more: dict[str, list[Extent]] = {}  # than one extent, which few leaves have
+    more: dict[str, list[Extent]] = {}  # of the few leaves with more than one extent
     for number, file in enumerate(files):
         for planned in file.extents:
             source, extent = planned.source, planned.extent(number)
@@ -186,7 +186,7 @@ def process_record(files: Sequence[PlannedFile], sha256: Mapping[str, str]) -> P
     return ProcessRecord(extents, {name: sha256[name] for name in extents if name in sha256})
 
 
-def weight(files: Iterable[PlannedFile]) -> int:
-    """Add up the weights of all elements in the files; see `weight_of`."""
+def coverage(files: Iterable[PlannedFile]) -> int:
+    """Add up the coverage of all boxes in the files."""
     extents = (extent for file in files for extent in file.extents)
-    return sum(weight_of(e.source.name, math.prod(e.shape)) for e in extents) % 2**64
+    return sum(coverage_of(e.source.name, math.prod(e.shape)) for e in extents) % 2**64

@@ -1,4 +1,4 @@
-"""When a run saves, and which of its steps it keeps. Pure."""
+"""Rules for when a run saves, and which of its steps it keeps. Pure."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _MOST_SKEW = 60.0  # seconds by which clocks of different machines may differ
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """Say when a run saves: at multiples of a number of steps, after some time, or at given steps.
+    """A rule for when a run saves: at multiples of a number of steps, after some time, or at given steps.
 
     steps      save at every multiple of this number
-    minutes    save when so many minutes have passed since the last save
+    minutes    save when this many minutes have passed since the last save
     at         save at these steps
-    until      save up to this step, and no further
+    until      the rule ends after this step
     """
 
     steps: int | None = None
@@ -47,16 +47,16 @@ class Every:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Say which steps of a run stay: of the multiples of `every`, the last, the best, the recent, or all.
+    """A rule for which steps of a run stay: the last, the best or the recent multiples of `every`, or all of them.
 
-    every     only multiples of this number count for the rule
-    last      the last so many of them
-    best      the best so many of them, by the metric `by`; steps without it do not count
+    every     apply the rule only to multiples of this number
+    last      keep this many of the last steps
+    best      keep this many of the best steps by the metric `by`; steps without the metric do not count
     by        the name of the metric, such as "eval.loss"
-    mode      whether the best is the "min" or the "max"
-    hours     those that were saved at most so many hours before the newest step
-    at        these steps
-    foreign   count steps of other programs, such as Orbax, and remove them, too; unless a rule says so they stay
+    mode      rank by smallest ("min", the default) or largest ("max") value
+    hours     keep the steps that were saved at most this many hours before the newest step
+    at        keep these steps
+    foreign   also count and remove steps of other programs, such as Orbax; without such a rule they stay
     """
 
     every: int | None = None
@@ -100,8 +100,7 @@ class Near:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """The facts that rules look at: the number of a step, when it was saved, in seconds (None: not recorded), its
-    metrics, and whether another program wrote it."""
+    """The facts about a step that rules use. `saved_at` is in seconds; None if it is not recorded."""
 
     number: int
     saved_at: float | None = None
@@ -116,8 +115,8 @@ def kept(
     stay: Collection[int | None] = (),
     now: float = math.inf,
 ) -> set[int]:
-    """Return the numbers of the steps that stay: the newest one, those in `stay`, those that any rule keeps, and those
-    of other programs unless a rule says otherwise."""
+    """Return the numbers of the steps that stay: the newest step, the steps in `stay`, every step that a rule keeps,
+    and the steps of other programs unless a rule counts them."""
     there = sorted(steps, key=lambda step: step.number)
     counted = counted_steps(there, rules)
     found = {step.number for step in there} & {*stay}
@@ -129,36 +128,36 @@ def kept(
 
 
 def counted_steps(steps: Iterable[StepFacts], rules: Sequence[Keep]) -> list[StepFacts]:
-    """Return the steps that the rules count: those of other programs only if a rule says so."""
+    """Return the steps that the rules apply to. Steps of other programs count only if a rule has `foreign`."""
     has_foreign = any(rule.foreign for rule in rules)
     return [step for step in steps if has_foreign or not step.is_foreign]
 
 
 def kept_by(rule: Keep, ordered: Sequence[StepFacts], now: float = math.inf) -> set[int]:
-    """Return the numbers of the steps that one rule keeps, given all that count in the order of their numbers."""
+    """Return the numbers of the steps that one rule keeps. `ordered` are all steps that count, by number."""
     found = {step.number for step in ordered if step.number in rule.at}
-    those = [step for step in ordered if rule.every is None or step.number % rule.every == 0]
+    multiples = [step for step in ordered if rule.every is None or step.number % rule.every == 0]
     if rule.last is not None:
-        found |= {step.number for step in those[-rule.last :]}
+        found |= {step.number for step in multiples[-rule.last :]}
     if rule.best is not None:
-        found |= {*ranked(those, rule)[: rule.best]}
+        found |= {*ranked(multiples, rule)[: rule.best]}
     if rule.hours is not None and ordered:
         times = plausible_times(ordered, now)
         newest = times[ordered[-1].number]
-        found |= {step.number for step in those if newest - times[step.number] <= 3600 * rule.hours}
+        found |= {step.number for step in multiples if newest - times[step.number] <= 3600 * rule.hours}
     if rule.every is not None and rule.last is rule.best is rule.hours is None:
-        found |= {step.number for step in those}
+        found |= {step.number for step in multiples}
     return found
 
 
 def plausible_times(ordered: Sequence[StepFacts], now: float = math.inf) -> dict[int, float]:
-    """Return when each step was saved, by number, given all in the order of their numbers.
+    """Return when each step was saved, by number. `ordered` are all steps by number.
 
     A clock may have been wrong, and a step that seems to come from next year must not make the steps after it old. So
-    no time lies after `now`, and the times that fit the order are trusted: a longest sequence of them that never falls,
-    and ends with the last step. Any other step counts as saved with the next trusted one, or at its own time if that is
-    later but not after the last step. No step counts as older than a step before it. A step without a time counts as
-    saved with the next one. So rather too much is kept than too little.
+    no time lies after `now`. The times that fit the order are trusted: a longest sequence of times that never falls,
+    and ends with the last step. Any other step counts as saved with the next trusted step, or at its own time if that
+    is later but not after the last step. No step counts as older than a step before it. A step without a time counts as
+    saved with the next step. In doubt a step counts as newer, and stays.
     """
     dated, times = _dated(ordered, now)
     trusted = _in_order(times)
@@ -177,15 +176,15 @@ def plausible_times(ordered: Sequence[StepFacts], now: float = math.inf) -> dict
 
 
 def _dated(ordered: Sequence[StepFacts], now: float) -> tuple[list[StepFacts], list[float]]:
-    """Return the steps whose times are recorded, and their times, none of them after `now`."""
+    """Return the steps whose times are recorded, and their times. Times after `now` become `now`."""
     dated = [(step, min(step.saved_at, now)) for step in ordered if step.saved_at is not None]
     return [step for step, _ in dated], [time for _, time in dated]
 
 
 def _in_order(times: Sequence[float]) -> set[int]:
-    """Return the indexes of a longest sequence of times that never falls and ends with the last; of several such, one
-    with late times."""
-    # Read from the last, ends[n] has the latest time that a sequence of n + 1 times can end with.
+    """Return the indexes of a longest sequence of times that never falls and ends with the last time. Of several such
+    sequences, prefer late times."""
+    # Backwards: ends[n] is the index of the latest time at which a sequence of n + 1 times can begin.
     ends: list[int] = []
     after: dict[int, int | None] = {}
     for index in reversed(range(len(times))):
@@ -202,31 +201,34 @@ def _in_order(times: Sequence[float]) -> set[int]:
 
 
 def warnings_of(steps: Iterable[StepFacts], rules: Sequence[Keep], now: float = math.inf) -> dict[str, str]:
-    """Say, by kind, which steps stay or count in another way than a reader of the rules may expect."""
+    """Return warnings, by kind, of steps that stay or count differently than the rules suggest."""
     there = sorted(steps, key=lambda step: step.number)
     counted, found = counted_steps(there, rules), {}
     if len(counted) < len(there):
         numbers = few([str(step.number) for step in there if step.is_foreign])
         found["foreign"] = (
-            f"steps of another program are left: {numbers}; Keep(..., foreign=True) removes them by the same rules"
+            f"steps of another program stay: {numbers}; Keep(..., foreign=True) applies the rules to them"
         )
     if any(rule.hours is not None for rule in rules) and (numbers := few(_misdated(counted, now))):
         found["clock"] = (
-            f"the clock was wrong when steps were saved, by the order of the steps: {numbers}; Keep(hours=) goes by "
+            f"the times of these steps do not fit their order, so the clock was wrong: {numbers}; Keep(hours=) uses "
             "the times of later steps for them"
         )
     return found
 
 
 def can_remove(steps: Iterable[StepFacts], rules: Sequence[Keep]) -> bool:
-    """Tell whether a rule can be applied. If all rules are about metrics that no step has, every step but the newest
-    would go: the metrics are misspelt, or not scored yet."""
+    """Tell whether a rule can be applied.
+
+    If all rules use metrics that no step has, every step but the newest would go. More likely the metrics are misspelt,
+    or not scored yet.
+    """
     there = _metrics_of(steps, rules)
     return any(rule.by is None or rule.by in there for rule in rules)
 
 
 def unknown_metrics(steps: Iterable[StepFacts], rules: Sequence[Keep]) -> str | None:
-    """Say which metrics of the rules no step has, and which there are; None if a step has each of them."""
+    """Return a message with the metrics of the rules that no step has; None if every metric is known."""
     there = _metrics_of(steps, rules)
     missing = sorted({rule.by for rule in rules if rule.by is not None} - there)
     if not missing:
@@ -235,14 +237,14 @@ def unknown_metrics(steps: Iterable[StepFacts], rules: Sequence[Keep]) -> str | 
 
 
 def _metrics_of(steps: Iterable[StepFacts], rules: Sequence[Keep]) -> set[str]:
-    """Return the names of the metrics of which a step has a number: NaN ranks nothing."""
+    """Return the names of the metrics that a step has a number for. NaN is not a number to rank by."""
     counted = counted_steps(steps, rules)
     return {name for step in counted for name, value in step.metrics.items() if _has_number(value)}
 
 
 def _misdated(ordered: Sequence[StepFacts], now: float) -> list[str]:
-    """Return the numbers of the steps whose times do not fit those of the steps around them, or lie in the future, by
-    more than clocks of different machines differ."""
+    """Return the numbers of the steps whose times do not fit the steps around them, or lie in the future, by more than
+    the clocks of different machines differ."""
     dated, times = _dated(ordered, now)
     trusted = sorted(_in_order(times))
     found = []
@@ -256,8 +258,8 @@ def _misdated(ordered: Sequence[StepFacts], now: float) -> list[str]:
 
 
 def ranked(steps: Iterable[StepFacts], rule: Keep) -> list[int]:
-    """Return the numbers of the steps that have the metric of a rule, the best first; of equal ones the later. A metric
-    that is not a number is no metric."""
+    """Return the numbers of the steps that have the metric of a rule, the best first. Of equal steps the later comes
+    first. NaN does not count."""
     sign = 1 if rule.mode == "min" else -1
     found = [
         (sign * value, -step.number)
@@ -276,11 +278,11 @@ def needs_manifests(rules: Sequence[Keep]) -> bool:
     return any(rule.by is not None or rule.hours is not None for rule in rules)
 
 
-# -------------------------------------------------------------------------------- what people pass
+# -------------------------------------------------------------------------------- arguments
 
 
 def every_from(given: int | timedelta | Every | Sequence[Every] | None) -> tuple[Every, ...]:
-    """Return rules for saving, given as a number of steps, a time, a rule or several."""
+    """Return rules for saving from a number of steps, a time, a rule or several rules."""
     if given is None:
         return ()
     if isinstance(given, Every):
@@ -297,7 +299,7 @@ def every_from(given: int | timedelta | Every | Sequence[Every] | None) -> tuple
 
 
 def keep_from(given: int | Keep | Sequence[Keep] | None) -> tuple[Keep, ...] | None:
-    """Return rules for keeping, given as a number of steps, a rule or several; None keeps everything."""
+    """Return rules for keeping from a number of steps, a rule or several rules; None keeps everything."""
     if given is None:
         return None
     if isinstance(given, Keep):
@@ -305,7 +307,7 @@ def keep_from(given: int | Keep | Sequence[Keep] | None) -> tuple[Keep, ...] | N
     if isinstance(given, SupportsIndex):
         return (Keep(last=operator.index(given)),)
     if not _is_several(given):
-        raise TypeError(f"keep={given!r}: expected how many of the last steps stay, a Keep, or several")
+        raise TypeError(f"keep={given!r}: expected a number of last steps, a Keep, or several of these")
     return tuple(rule for one in given for rule in keep_from(one) or ())
 
 
@@ -322,7 +324,7 @@ def metric_from(name: str, value: Any) -> float:
 
 
 def is_due(rules: Sequence[Every], step: int) -> bool:
-    """Tell whether a rule asks for a save at this step, whatever the clock says."""
+    """Tell whether a rule asks for a save at this step, regardless of the time."""
     return any(
         step in rule.at or (rule.steps is not None and step % rule.steps == 0)
         for rule in rules
@@ -331,7 +333,7 @@ def is_due(rules: Sequence[Every], step: int) -> bool:
 
 
 def minutes_due(rules: Sequence[Every], step: int) -> float | None:
-    """Return after how many minutes since the last save a rule asks for one; None if none does."""
+    """Return after how many minutes since the last save a rule asks for the next save; None if no rule does."""
     found = [rule.minutes for rule in rules if rule.minutes is not None and _is_in_force(rule, step)]
     return min(found, default=None)
 

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 _Pair = tuple[str, str | None]
 
 RenameRules = str | os.PathLike[str] | Mapping[str, str | None] | Iterable[str | _Pair]
-"""A file of rules, their text, or the rules: a dict {pattern: name}, pairs, or lines. A name may have steps:
-"layers.kernel | transpose"; without a name (None, "") the leaf is left out."""
+"""A file of rules, their text, or the rules: a dict {pattern: name}, pairs, or lines. Steps may follow a name:
+"layers.kernel | transpose". A rule without a name (None, "") drops the leaf."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One step of a rule: transpose, stack or unstack. `number` is the template of the position in a stack."""
+class RuleStep:
+    """A step of a rule: transpose, stack or unstack. `number` is the template of the position in a stack."""
 
     verb: str
     axes: tuple[int, ...] = ()
@@ -40,18 +40,18 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One line of a rule file. `name` is None if the rule leaves the leaf out."""
+    """One line of a rule file. `name` is None if the rule drops the leaf."""
 
     line: int
     pattern: re.Pattern[str]
     name: str | None
-    steps: tuple[Step, ...]
+    steps: tuple[RuleStep, ...]
 
     def __str__(self) -> str:
         return f"line {self.line}, {self.pattern.pattern}"
 
     @property
-    def stack(self) -> Step | None:
+    def stack(self) -> RuleStep | None:
         return self.steps[-1] if self.steps and self.steps[-1].verb == "stack" else None
 
     @property
@@ -63,14 +63,14 @@ class Rule:
 
 @dataclass(slots=True)
 class Renamed:
-    """Hold the leaves under their new names.
+    """The leaves under their new names.
 
     arrays        by new name
-    transforms    what the rules do to each array, by new name
+    transforms    the steps that each array goes through, as text, by new name
     plain         new names of plain values, by old name
-    kept          names that no rule matches, with a hint at the nearest rule
+    kept          names that no rule matches, with the nearest rule as a hint
     left_out      names that a rule drops
-    unused_rules  rules that match no leaf, by line, each with a hint at the nearest leaf
+    unused_rules  rules that match no leaf, by line, with the nearest leaf as a hint
     """
 
     arrays: dict[str, LazyArray] = field(default_factory=dict)
@@ -85,8 +85,8 @@ class Renamed:
 
 
 def rules_from(given: RenameRules) -> list[Rule]:
-    """Parse rules in any form in which a caller may give them. Text with a line break or an arrow is rules, else a
-    path."""
+    """Parse rules in any form that a caller may pass. A string is a path, unless it contains a line break or an
+    arrow."""
     if isinstance(given, str) and ("\n" in given or "->" in given):
         return parse_rules(given, "rename")
     if isinstance(given, (str, os.PathLike)):
@@ -100,7 +100,7 @@ def rules_from(given: RenameRules) -> list[Rule]:
 
 
 def parse_rules(text: str, origin: str) -> list[Rule]:
-    """Parse the rules of a file. One error lists every line that is not a rule."""
+    """Parse the rules of a file. A single error lists all lines that are not rules."""
     return _parsed(text.splitlines(), origin)
 
 
@@ -121,7 +121,7 @@ def _parsed(lines: Iterable[str | _Pair], origin: str) -> list[Rule]:
     if problems:
         raise FormatError("\n  ".join([f"{origin} cannot be read as rules:", *problems]))
     if not rules:
-        raise ValueError(f"{origin} has no rules; one is a line: PATTERN -> NAME")
+        raise ValueError(f"{origin} has no rules; write one on each line: PATTERN -> NAME")
     return rules
 
 
@@ -149,14 +149,14 @@ def _rule(number: int, pattern: object, result: object) -> Rule:
     return rule
 
 
-def _step(words: list[str]) -> Step:
+def _step(words: list[str]) -> RuleStep:
     verb, *rest = words or [""]
     if verb == "stack" and rest and rest[0].startswith("\\"):
-        return Step(verb, _numbers(rest[1:], 1) or (0,), rest[0])
+        return RuleStep(verb, _numbers(rest[1:], 1) or (0,), rest[0])
     if verb == "transpose":
-        return Step(verb, _numbers(rest, 64))
+        return RuleStep(verb, _numbers(rest, 64))
     if verb == "unstack":
-        return Step(verb, _numbers(rest, 1) or (0,))
+        return RuleStep(verb, _numbers(rest, 1) or (0,))
     raise FormatError(
         f"unknown step {' '.join(words)!r}; expected transpose [AXES], stack \\GROUP [AXIS] or unstack [AXIS]"
     )
@@ -170,10 +170,10 @@ def _numbers(words: list[str], most: int) -> tuple[int, ...]:
 
 
 def _check(rule: Rule) -> None:
-    """Refuse a rule that cannot work for any leaf."""
+    """Raise FormatError if a rule can fit no leaf."""
     verbs = [step.verb for step in rule.steps]
     if rule.name is None and verbs:
-        raise FormatError("a rule that leaves a leaf out has no steps")
+        raise FormatError("a rule without a new name drops the leaf, and can have no steps")
     if "stack" in verbs[:-1]:
         raise FormatError("stack must be the last step")
     if "unstack" in verbs[1:] or ("unstack" in verbs and "stack" in verbs):
@@ -207,7 +207,7 @@ def _fill(template: str, match: re.Match[str]) -> str:
 
 
 def apply(rules: Sequence[Rule], arrays: Mapping[str, LazyArray], plain: Sequence[str]) -> Renamed:
-    """Apply the rules to arrays and to the names of plain values. One error lists every problem."""
+    """Apply the rules to arrays and to the names of plain values. A single error lists all problems."""
     renaming = _Renaming(rules)
     for name in (*arrays, *plain):
         renaming.add_leaf(name, arrays.get(name))
@@ -220,7 +220,7 @@ def apply(rules: Sequence[Rule], arrays: Mapping[str, LazyArray], plain: Sequenc
 
 
 class _Member(NamedTuple):
-    """An array that becomes part of a stack."""
+    """An array in a stack."""
 
     number: int
     old: str
@@ -284,7 +284,7 @@ class _Renaming:
         self.taken.add(new)
 
     def add_hints(self) -> None:
-        """Name for each unused rule the leaf that it nearly matches, and for that leaf the rule."""
+        """Add the nearest leaf to each unused rule, and the rule to that leaf."""
         renamed = self.renamed
         near: dict[str, Rule] = {}
         for rule in self.rules:
@@ -318,7 +318,7 @@ def _renamed_leaves(
         yield _fill(template, match), _transpose(array, steps)
 
 
-def _transpose(array: LazyArray, steps: Sequence[Step]) -> LazyArray:
+def _transpose(array: LazyArray, steps: Sequence[RuleStep]) -> LazyArray:
     for step in steps:
         axes = step.axes or tuple(reversed(range(len(array.shape))))
         if sorted(axes) != list(range(len(array.shape))):
@@ -357,7 +357,7 @@ def _number(text: str) -> int:
 
 
 def refuse_transformed_keys(arrays: Iterable[LazyArray]) -> None:
-    """Refuse PRNG keys that were transposed, stacked or unstacked: they are stored with an axis more than they have."""
+    """Refuse transposed, stacked and unstacked PRNG keys: their stored arrays have one axis more than the keys."""
     problems = [
         f"leaf {stored.name!r} holds PRNG keys, which cannot be transposed, stacked or unstacked"
         for array in arrays

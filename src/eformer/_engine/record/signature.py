@@ -1,7 +1,7 @@
 """The document that signs a checkpoint: SHA-256 of every piece of every file, in a signed envelope.
 
-docs/format/signature.md describes it for other programs. The envelope is that of DSSE, so the bytes that are signed are
-the bytes that are parsed, and nothing of them is parsed before the signature is known to be right.
+docs/format/signature.md describes it for other programs. The envelope follows DSSE: the signed bytes are the bytes that
+are parsed, and eformer parses nothing of them before it has checked the signature.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from collections.abc import Buffer, Callable, Iterable, Mapping  # type: ignore[attr-defined,unused-ignore]  # Python 3.12
 
 SIGNATURE = "eformer.sig"
-"""The name of the signature in a directory; a file has its own beside it, `<name>.eformer.sig`."""
+"""The name of the signature in a directory. The signature of a single file is `<name>.eformer.sig`, beside it."""
 
-PIECE_BYTES = 8 * 2**20
+SIGNED_PIECE_BYTES = 8 * 2**20
 
 MOST_BYTES = 2**29
-"""The longest signature that is read. It is enough for 40 TB, or 2 million files."""
+"""The longest signature that eformer reads: enough for 40 TB, or 2 million files."""
 
 _TYPE = "application/vnd.eformer.signature.v1+json"
 _HEX = re.compile(r"[0-9a-f]{64}")
 
-# Other programs put these beside the files of a model, and running saves of eformer the last two. No reader of signed
-# checkpoints sees them.
+# Other programs put these files beside the files of a model; the last two belong to running saves of eformer. Readers
+# of signed checkpoints do not see them.
 _UNSIGNED = re.compile(
     r"\.gitattributes|\.git/.*|\.cache/huggingface/.*|\.eformer-leases/.*|\.eformer-[0-9a-f]{16}\.tmp(/.*)?",
     re.DOTALL,
@@ -41,12 +41,12 @@ _UNSIGNED = re.compile(
 
 
 def signature_name(file: str) -> str:
-    """Return the name of the signature of a file, or with "" of a directory, where it lies beside or in it."""
+    """Return the name of the signature of a file, or with "" of the signature of a directory."""
     return f"{file}.{SIGNATURE}" if file else SIGNATURE
 
 
 def is_signed_name(name: str) -> bool:
-    """Tell whether a signature of a directory covers a file of this name. It does not cover itself."""
+    """Tell whether the signature of a directory covers a file of this name. The signature does not cover itself."""
     return name != SIGNATURE and not _UNSIGNED.fullmatch(name)
 
 
@@ -69,7 +69,7 @@ class _Signature(msgspec.Struct, frozen=True):
 
 
 class Envelope(msgspec.Struct, frozen=True, rename={"payload_type": "payloadType"}):
-    """The document as it is stored. Nothing in it can be trusted before its signature is checked."""
+    """The stored document. Trust nothing in it before its signature is checked."""
 
     payload_type: str
     payload: str
@@ -77,7 +77,7 @@ class Envelope(msgspec.Struct, frozen=True, rename={"payload_type": "payloadType
 
     @property
     def key_id(self) -> str:
-        """The id of the key that has signed, by its own account."""
+        """The id of the key that has signed, as the document claims."""
         return printable(self.signatures[0].keyid[:64])
 
 
@@ -94,23 +94,25 @@ def digest_piece(data: Buffer) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def count_pieces(nbytes: int) -> int:
-    """Return the number of pieces of a file. An empty one has an empty piece."""
-    return max(1, -(-nbytes // PIECE_BYTES))
+def count_signed_pieces(nbytes: int) -> int:
+    """Return the number of pieces of a file. An empty file has one empty piece."""
+    return max(1, -(-nbytes // SIGNED_PIECE_BYTES))
 
 
 # -------------------------------------------------------------------------------------------- write
 
 
 def sign_files(files: Iterable[SignedFile], key_id: str, sign: Callable[[bytes], bytes]) -> bytes:
-    """Return the document that signs these files with the key of this id."""
-    payload = msgspec.json.encode(_Statement(PIECE_BYTES, tuple(sorted(files, key=lambda file: file.name))))
+    """Return the document that signs these files with the key `key_id`."""
+    payload = msgspec.json.encode(
+        _Statement(SIGNED_PIECE_BYTES, tuple(sorted(files, key=lambda file: file.name)))
+    )
     signature = _Signature(key_id, _text(sign(_signed_bytes(payload))))
     return msgspec.json.encode(Envelope(_TYPE, _text(payload), (signature,)))
 
 
 def _signed_bytes(payload: bytes) -> bytes:
-    """Return what is signed: the pre-authentication encoding of DSSE."""
+    """Return the bytes to sign: the pre-authentication encoding of DSSE."""
     kind = _TYPE.encode()
     return b"DSSEv1 %d %b %d %b" % (len(kind), kind, len(payload), payload)
 
@@ -133,19 +135,20 @@ def parse_envelope(data: bytes, origin: str) -> Envelope:
         raise SignatureError(f"{origin} is a signature of another kind, {kind}; expected {_TYPE}")
     if len(envelope.signatures) != 1:
         raise SignatureError(f"{origin} has {len(envelope.signatures)} signatures, expected 1")
-    if msgspec.json.encode(envelope) != data:  # so that no byte of it can change unnoticed
+    if msgspec.json.encode(envelope) != data:  # spaces or unknown fields could change unnoticed
         raise SignatureError(f"{origin} was altered, or has spaces or fields that a signature does not have")
     return envelope
 
 
 def signed_files(data: bytes, verifier: Verifier, origin: str) -> Mapping[str, SignedFile]:
-    """Return the files that the owner of the key has signed, sorted by name. Raise SignatureError if that is not so."""
+    """Return the files that the owner of the key has signed, sorted by name. Raise SignatureError if the signature is
+    wrong."""
     envelope = parse_envelope(data, origin)
     payload = _bytes(envelope.payload, origin)
     if envelope.signatures[0].keyid != verifier.id:
-        raise SignatureError(f"{origin} is signed by another key: {envelope.key_id}, and not {verifier.id}")
+        raise SignatureError(f"{origin} is signed by another key, {envelope.key_id}; expected {verifier.id}")
     if not verifier.has_signed(_signed_bytes(payload), _bytes(envelope.signatures[0].sig, origin)):
-        raise SignatureError(f"{origin} was altered: it is not what the key {verifier.id} has signed")
+        raise SignatureError(f"{origin} was altered: the signature does not match the key {verifier.id}")
     return _checked(payload, origin)
 
 
@@ -160,13 +163,15 @@ def _bytes(text: str, origin: str) -> bytes:
 
 
 def _checked(payload: bytes, origin: str) -> Mapping[str, SignedFile]:
-    """Parse what was signed. It is the signer's, who may still be wrong."""
+    """Parse the signed payload, and check it: even the owner of the key may have signed nonsense."""
     try:
         statement = parse_json(payload, _Statement, f"{origin} cannot be read")
     except FormatError as error:
         raise SignatureError(str(error)) from error
-    if statement.piece_bytes != PIECE_BYTES:
-        raise SignatureError(f"{origin} has pieces of {statement.piece_bytes} bytes, expected {PIECE_BYTES}")
+    if statement.piece_bytes != SIGNED_PIECE_BYTES:
+        raise SignatureError(
+            f"{origin} has pieces of {statement.piece_bytes} bytes, expected {SIGNED_PIECE_BYTES}"
+        )
     for file in statement.files:
         if problem := _problem(file):
             raise SignatureError(f"{origin}: {printable(file.name[:200])!r} {problem}")
@@ -179,7 +184,7 @@ def _checked(payload: bytes, origin: str) -> Mapping[str, SignedFile]:
 def _problem(file: SignedFile) -> str | None:
     if not is_inside(file.name) or not is_signed_name(file.name):
         return "is not the name of a file that can be signed"
-    if file.nbytes < 0 or len(file.sha256) != count_pieces(file.nbytes):
+    if file.nbytes < 0 or len(file.sha256) != count_signed_pieces(file.nbytes):
         return f"has {len(file.sha256)} digests for {file.nbytes} bytes"
     if not all(map(_HEX.fullmatch, file.sha256)):
         return "has a digest that is not one of SHA-256"

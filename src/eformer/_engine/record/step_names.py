@@ -1,4 +1,4 @@
-"""How steps are called: by names that have their number in them, such as `step-100`. Pure."""
+"""The names of steps, which contain their number, such as `step-100`. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 class StepNames:
     """The names that a program gives to steps: text that matches `before`, a number, and the text `after`.
 
-    A number has at most 18 digits of ASCII; flax takes fractions, too.
+    A number has at most 18 ASCII digits. Steps of flax may be fractions.
     """
 
     def __init__(self, before: str, after: str = "", *, fractions: bool = False) -> None:
@@ -21,11 +21,11 @@ class StepNames:
 
     @classmethod
     def like(cls, pattern: str) -> StepNames:
-        """Return the names that a pattern with one `*` for the number stands for."""
+        """Return the names that match a pattern with one `*` for the number."""
         before, star, after = pattern.partition("*")
         if not star or "*" in after or "/" in pattern or not (before or after).strip():
             raise ValueError(
-                f"pattern={pattern!r}: expected a name with one *, which stands for the number, such as 'ema-*'"
+                f"pattern={pattern!r}: expected a name with one * in place of the number, such as 'ema-*'"
             )
         return cls(re.escape(before), after)
 
@@ -36,7 +36,7 @@ class StepNames:
         return match[1], float(match[2]) if "." in match[2] else int(match[2])
 
     def numbers(self, names: Iterable[str]) -> dict[str, float]:
-        """Return the numbers of those names that are names of steps."""
+        """Return the number of each name that is the name of a step."""
         return {name: parsed[1] for name in names if (parsed := self.parse(name))}
 
 
@@ -47,7 +47,7 @@ OF_ANY_PROGRAM = StepNames(_BEFORE, fractions=True)
 OF_FLAX = StepNames("checkpoint_", fractions=True)
 OF_ORBAX = StepNames("(?:.*_)?")
 
-# The beginnings of the names that a run and the documented Checkpointer give.
+# A run and the documented Checkpointer begin the names of steps with these.
 OF_RUN, OF_CHECKPOINTER = "step-", "run-"
 
 
@@ -62,6 +62,6 @@ def run_name(number: int) -> str:
 
 
 def step_number(name: str) -> int | None:
-    """Return the step that a name is of: step-100, step_100, run-100, 100; None for any other name."""
+    """Return the number in the name of a step: step-100, step_100, run-100, 100; None for any other name."""
     parsed = STEPS.parse(name)
     return None if parsed is None else int(parsed[1])

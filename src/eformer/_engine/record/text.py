@@ -36,7 +36,7 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
 
 
 def bar(part: float, width: int, *, ascii_only: bool = False) -> str:
-    """Draw a bar for a fraction, in eighths of a character. A fraction above zero is never invisible."""
+    """Draw a bar for a fraction, in eighths of a character. A fraction above zero is always visible."""
     if ascii_only:
         return "#" * max(round(part * width), int(part > 0))
     eighths = round(part * width * 8)
@@ -47,7 +47,7 @@ def bar(part: float, width: int, *, ascii_only: bool = False) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """Shorten a text to its beginning and its end."""
+    """Shorten a text in the middle."""
     if len(text) <= width or width < 3:
         return text
     head = (width - 1) // 2
@@ -55,7 +55,7 @@ def shortened(text: str, width: int) -> str:
 
 
 def glance(text: str) -> str:
-    """Cut a text to the lines that a prompt or a notebook should show, and escape it."""
+    """Cut a text to the lines that fit a prompt or a notebook, and escape it."""
     lines = text.split("\n")
     shown = [shortened(printable(line), _WIDTH) for line in lines[:_MOST_LINES]]
     more = len(lines) - _MOST_LINES
@@ -63,7 +63,7 @@ def glance(text: str) -> str:
 
 
 def few(problems: Sequence[str]) -> str:
-    """Join the first few texts, and say how many more there are."""
+    """Join the first few texts, and count the rest."""
     shown = "; ".join(problems[:_MOST_PROBLEMS])
     more = len(problems) - _MOST_PROBLEMS
     return f"{shown}; and {more:,} more" if more > 0 else shown

@@ -1,7 +1,7 @@
 """Convert plain Python values to JSON and back exactly: types, non-finite floats and big integers included.
 
-Values that JSON can express stay as they are (null, booleans, text, small integers, finite floats); others become
-an object with one key, the type: {"tuple": [...]}, {"bytes": "<base64>"}, {"numpy": "float32"}.
+Values that JSON can express stay as they are (null, booleans, text, small integers, finite floats). Any other value
+becomes an object with one key, the type: {"tuple": [...]}, {"bytes": "<base64>"}, {"numpy": "float32"}.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LeftToCode:
-    """A leaf that is a function or a placeholder. Only its name is stored: the program that loads has the leaf."""
+    """A leaf that is a function or a placeholder. Only its name is stored; the program that loads provides the leaf."""
 
     name: str
 
@@ -74,8 +74,8 @@ def locating(where: str) -> Iterator[None]:
 
 
 _decoders: dict[Any, Any] = {}
-_decoders_lock = threading.RLock()  # a signal may come, whose handler forks, while this thread holds it
-# A decoder that another thread has half made would stay so in a forked child.
+_decoders_lock = threading.RLock()  # reentrant: the handler of a signal may fork while this thread holds it
+# Fork only while no thread makes a decoder: the child would keep it half made.
 os.register_at_fork(
     before=_decoders_lock.acquire,
     after_in_parent=_decoders_lock.release,
@@ -84,9 +84,9 @@ os.register_at_fork(
 
 
 def json_decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
-    """Return the decoder of JSON of this kind, which is made once, by one thread.
+    """Return the decoder of JSON of this kind. It is made once, by one thread.
 
-    If two threads decode a new class at a time, msgspec may use a description of it that is not complete, and crash.
+    If two threads decode a new class at the same time, msgspec may use an incomplete description of it, and crash.
     """
     found: msgspec.json.Decoder[T] | None = _decoders.get(kind)
     if found is None:
@@ -96,7 +96,7 @@ def json_decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
 
 
 def value_to_json(value: Any) -> Any:
-    """Convert `value` to JSON. A value without an exact form becomes {"opaque": repr}, and cannot be restored."""
+    """Convert `value` to JSON. A value without an exact form becomes {"opaque": repr}, which cannot be restored."""
     try:
         return _to_json(value)
     except RecursionError:  # it contains itself, or is nested too deeply
@@ -104,7 +104,7 @@ def value_to_json(value: Any) -> Any:
 
 
 def code_to_json(leaf: Any) -> Any:
-    """Record that a leaf belongs to the code, by its name."""
+    """Record a leaf that is left to the code, by its name."""
     named = leaf if hasattr(leaf, "__qualname__") else type(leaf)
     return {"code": f"{named.__module__}.{named.__qualname__}"}
 
@@ -118,7 +118,7 @@ def _to_json(value: Any) -> Any:
     if kind is int:
         return value if -_SAFE_INT <= value <= _SAFE_INT else {"int": hex(value)}
     if kind is float:
-        if math.isnan(value):  # there are many NaNs, and their bits differ
+        if math.isnan(value):  # many different bits are NaN
             return {"nan": struct.pack(">d", value).hex()}
         return value if math.isfinite(value) else {"float": str(value)}
     return _tagged(value)
@@ -152,7 +152,7 @@ def _tagged(value: Any) -> Any:
 
 
 def _module_of_scalar_type(value: Any) -> str | None:
-    """Return the module of `value` if it is a scalar type, such as jnp.float32, which many static fields are."""
+    """Return the module of `value` if it is a scalar type, such as jnp.float32: many static fields are."""
     name = getattr(value, "__name__", None)
     for module in _SCALAR_TYPES:
         if isinstance(name, str) and name in DTYPES and getattr(sys.modules.get(module), name, None) is value:
@@ -169,7 +169,7 @@ def _opaque(value: Any) -> Any:
 
 
 def value_from_json(document: Any) -> Any:
-    """Undo `value_to_json`. Raises for JSON that it cannot return."""
+    """Return the value that was converted to this JSON. Raise StructureError if `value_to_json` cannot have made it."""
     try:
         return _from_json(document)
     except (

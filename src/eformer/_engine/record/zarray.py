@@ -34,15 +34,15 @@ _INDEX = re.compile(r"0|[1-9][0-9]{0,18}")
 
 
 class ZArray(msgspec.Struct, frozen=True):
-    """The contents of a `.zarray`; `eformer` is the mark of the save that wrote it, which other programs ignore.
+    """The contents of a `.zarray`. `eformer` is the id of the save that wrote it; other programs ignore this field.
 
-    Arrays of other programs may have dtypes, compressors and filters that eformer does not read, see
-    `require_readable`. Their files can be told from others nevertheless.
+    Arrays of other programs may have dtypes, compressors and filters that eformer does not read. Even then their chunks
+    can be recognised, so the description is parsed first and refused later.
     """
 
     shape: Shape
     chunks: ChunkShape
-    dtype: str | list[Any] = ""  # a list has the fields of a structured one
+    dtype: str | list[Any] = ""  # a list has the fields of a structured dtype
     order: Literal["C", "F"] = "C"
     compressor: dict[str, Any] | None = None
     filters: list[Any] | None = None
@@ -58,7 +58,7 @@ class ZArray(msgspec.Struct, frozen=True):
         return chunk_counts(self.shape, self.chunks)
 
     def is_chunk(self, numbers: Sequence[str]) -> bool:
-        """Tell whether numbers in the name of a file are those of a chunk."""
+        """Tell whether these numbers from the name of a file belong to a chunk."""
         return is_index(numbers, self.counts or (1,))
 
     @property
@@ -76,7 +76,7 @@ class ZArray(msgspec.Struct, frozen=True):
 
     @property
     def codec(self) -> str:
-        """Return the name of the compressor, "" if there is none."""
+        """Return the name of the compressor, or ""."""
         return str((self.compressor or {}).get("id", ""))
 
     def nbytes_of(self, shape: tuple[int, ...]) -> int:
@@ -87,7 +87,7 @@ class ZArray(msgspec.Struct, frozen=True):
         return self.nbytes_of(self.chunks)
 
     def coding(self, box: tuple[int, ...], raw: str) -> Coding | None:
-        """Return how to decode a chunk into a box; None if its bytes begin with those of the box as they are."""
+        """Return how to decode a chunk into a box; None if the chunk begins with the bytes of the box as they are."""
         is_odd = (self.order != "C" and len(self.shape) > 1) or self.is_big_endian or bool(self.filters)
         if is_odd or self.codec not in ("", "zstd"):
             return Coding("zarr", self.chunks, raw)
@@ -96,7 +96,7 @@ class ZArray(msgspec.Struct, frozen=True):
         return None
 
     def require_readable(self, origin: str) -> None:
-        """Refuse an array that is impossible, or that eformer does not decode: the latter is not damaged."""
+        """Refuse an array that is impossible, or that eformer does not decode although it is not damaged."""
         try:
             largest = max(
                 self.nbytes_of(tuple(max(1, n) for n in sizes)) for sizes in (self.shape, self.chunks)
@@ -108,30 +108,30 @@ class ZArray(msgspec.Struct, frozen=True):
                 f"{origin} does not describe a valid array: shape {list(self.shape)}, chunks {list(self.chunks)}"
             )
         if self.filters or self.codec not in _COMPRESSORS:
-            what = f"compressed by {self.codec[:40]!r}"
+            how = f"compressed by {self.codec[:40]!r}"
             if self.filters:
                 names = [item.get("id") if isinstance(item, dict) else item for item in self.filters[:8]]
-                what = f"changed by the filters {str(names)[:200]}"
+                how = f"changed by the filters {str(names)[:200]}"
             raise FormatError(
-                f"{origin} describes an array that is {what}, which eformer does not decode. It is not damaged: write "
+                f"{origin} describes an array that is {how}, which eformer does not decode. It is not damaged: write "
                 f"it again without filters, for example with zstd. Known are {', '.join(filter(None, _COMPRESSORS))}"
             )
 
 
 def parse_zarray(data: bytes | str, origin: str) -> ZArray:
-    """Parse a `.zarray` by any program. Refuse one that does not say which files the chunks are."""
+    """Parse a `.zarray` by any program. Refuse a description that does not tell which files are chunks."""
     return parse_json(data, ZArray, f"{origin} does not describe an array of zarr v2")
 
 
 def chunk_counts(shape: Sequence[int], chunks: Sequence[int]) -> tuple[int, ...]:
-    """Return the number of chunks along each axis. Refuse chunks of more or fewer axes."""
+    """Return the number of chunks along each axis. Raise FormatError if the chunks have another number of axes."""
     if len(shape) != len(chunks):
         raise FormatError(f"chunks of {len(chunks)} axes do not fit a shape of {len(shape)}")
     return tuple(-(-size // chunk) for size, chunk in zip(shape, chunks, strict=True))
 
 
 def is_index(numbers: Sequence[str], counts: Sequence[int]) -> bool:
-    """Tell whether there are as many numbers as axes, written as in the names of chunks, each less than its count."""
+    """Tell whether each axis has one number, written as in the name of a chunk, and less than its count."""
     return len(numbers) == len(counts) and all(
         _INDEX.fullmatch(number) and int(number) < count
         for number, count in zip(numbers, counts, strict=True)
@@ -139,6 +139,6 @@ def is_index(numbers: Sequence[str], counts: Sequence[int]) -> bool:
 
 
 def _is_prefix(box: tuple[int, ...], chunk: tuple[int, ...]) -> bool:
-    """Tell whether a box at the origin of a chunk is one run of bytes at its beginning."""
+    """Tell whether the bytes of a box at the origin of a chunk are the beginning of the chunk."""
     inner = itertools.dropwhile(lambda pair: pair[0] == 1, zip(box, chunk, strict=True))
     return all(a == b for a, b in itertools.islice(inner, 1, None))

@@ -18,9 +18,9 @@ from msgspec import Struct
 
 from eformer._engine.processes.hosts import LostError
 from eformer._engine.record.digests import xxh3_128_of
-from eformer._engine.record.holdings import holdings_of, joined_holdings
-from eformer._engine.record.manifest import LeafEntry, Receipt, encode_leaves, weight_of
-from eformer._engine.record.planned import data_files, weight
+from eformer._engine.record.manifest import LeafEntry, Receipt, coverage_of, encode_leaves
+from eformer._engine.record.owners import joined_owners, owners_of
+from eformer._engine.record.planned import coverage, data_files
 from eformer._engine.saving.commit import is_committed
 from eformer._engine.saving.save import Save
 from eformer._engine.saving.staging import on_host
@@ -180,17 +180,17 @@ class SaveOfSeveral(Save):
         """Record the files of this process. Its extents and digests lie with its own bytes: in the headers of its
         files, or in a file of their own."""
         with gc_paused():
-            whole = Receipt(weight=weight(files))
+            whole = Receipt(coverage=coverage(files))
             if not self.format.keeps_records:
                 return whole
             if self.format.header_needs_digests:
                 whole.files = data_files(files)
-                whole.holdings = holdings_of([[file] for file in files], self.numbers)
+                whole.owners = owners_of([[file] for file in files], self.numbers)
                 whole.is_torn = any(extent.region for file in files for extent in file.extents)
                 return whole
             whole.is_torn = True
             file = self.format.process_file(files, sha256)
-            whole.holdings = holdings_of([files] if file else [], self.numbers)
+            whole.owners = owners_of([files] if file else [], self.numbers)
             if file:
                 self.upload.put([(file.name, file.header)])
                 self.upload.sync()
@@ -231,8 +231,8 @@ class SaveOfSeveral(Save):
 
     def recorded(self, receipt: Receipt) -> TreeEntry:
         """Return the tree as the manifest has it; refuse one that does not have every element once."""
-        weights = (weight_of(name, math.prod(entry.shape)) for name, entry in self.leaves.items())
-        if receipt.weight != sum(weights) % 2**64:
+        coverages = (coverage_of(name, math.prod(entry.shape)) for name, entry in self.leaves.items())
+        if receipt.coverage != sum(coverages) % 2**64:
             raise ProcessError(
                 "the processes have not written every element of every leaf once. Do they all see the same arrays on "
                 "the same devices? A leaf may not be in one process's memory for one and on devices for another"
@@ -242,7 +242,7 @@ class SaveOfSeveral(Save):
             self.tree,
             files=tuple(receipt.files),
             parts=parts,
-            holdings=receipt.holdings or msgspec.UNSET,
+            owners=receipt.owners or msgspec.UNSET,
             raw_leaves=encode_leaves(dict(self.leaves)),
         )
 
@@ -261,10 +261,10 @@ def merged(receipts: Sequence[Receipt]) -> Receipt:
     for receipt in receipts:
         whole.files += receipt.files
         whole.leaves |= receipt.leaves
-        whole.weight = (whole.weight + receipt.weight) % 2**64
+        whole.coverage = (whole.coverage + receipt.coverage) % 2**64
         whole.is_torn |= receipt.is_torn
         whole.parts += receipt.parts
-    whole.holdings = joined_holdings(receipt.holdings for receipt in receipts)
+    whole.owners = joined_owners(receipt.owners for receipt in receipts)
     return whole
 
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Self
 
 from eformer._engine.record.signature import (
     MOST_BYTES,
-    PIECE_BYTES,
+    SIGNED_PIECE_BYTES,
     SignedFile,
-    count_pieces,
+    count_signed_pieces,
     digest_piece,
     is_signed_name,
     parse_envelope,
@@ -130,12 +130,12 @@ def files_to_sign(store: Store) -> dict[str, int]:
 def digest_files(store: Store, sizes: Mapping[str, int], meter: Meter = SILENT) -> list[SignedFile]:
     """Digest files, their pieces on all cores."""
     names, nbytes = list(sizes), list(sizes.values())
-    found = [[""] * count_pieces(size) for size in nbytes]
+    found = [[""] * count_signed_pieces(size) for size in nbytes]
     files, buffers = store.open(names), threading.local()
 
     def digest(number: int, piece: int) -> None:
-        start = piece * PIECE_BYTES
-        length = min(PIECE_BYTES, nbytes[number] - start)
+        start = piece * SIGNED_PIECE_BYTES
+        length = min(SIGNED_PIECE_BYTES, nbytes[number] - start)
         memory = _buffer(buffers)[:length]
         if files.read_into(number, memory, start) != length:
             raise AlteredError(f"{store.path_to(names[number])} was changed while it was read")
@@ -156,7 +156,7 @@ def digest_files(store: Store, sizes: Mapping[str, int], meter: Meter = SILENT) 
 def _buffer(local: threading.local) -> memoryview:
     """Return memory for one piece. Each thread has its own."""
     if not hasattr(local, "memory"):
-        local.memory = memoryview(bytearray(PIECE_BYTES))
+        local.memory = memoryview(bytearray(SIGNED_PIECE_BYTES))
     memory: memoryview = local.memory
     return memory
 
@@ -167,7 +167,9 @@ def _buffer(local: threading.local) -> memoryview:
 class SignedStore(ListedStore):
     """The signed files of a directory, or a single signed file of it."""
 
-    read_bytes = 8 * PIECE_BYTES  # a piece, so that most pieces are read directly to where they are wanted
+    read_bytes = (
+        8 * SIGNED_PIECE_BYTES
+    )  # a piece, so that most pieces are read directly to where they are wanted
     missing = "does not exist, or is not signed"
 
     def __init__(self, store: Store, files: Mapping[str, SignedFile], scope: str = "") -> None:
@@ -219,15 +221,15 @@ class SignedStore(ListedStore):
         """Find files that were added or removed since the signing, or have other lengths. Read no content."""
         there = {self._scope: -1} if self._scope else files_to_sign(self._store)
         damages = [
-            Damage("", printable(name), 0, nbytes, "were added after it was signed")
-            for name, nbytes in there.items()
+            Damage("", printable(name), 0, 0, "was added after the checkpoint was signed")
+            for name in there
             if name not in self.files
         ]
         for name, file in self.files.items():
             if there.get(name) != file.nbytes and (now := self._nbytes_now(name)) != file.nbytes:
-                gone = "are missing, although they were signed"
-                problem = gone if now is None else f"are the whole file, expected {file.nbytes} bytes"
-                damages.append(Damage("", printable(name), 0, file.nbytes if now is None else now, problem))
+                gone = "is missing, and was signed"
+                problem = gone if now is None else f"is {now} bytes long, and was signed with {file.nbytes}"
+                damages.append(Damage("", printable(name), 0, 0, problem))
         return damages
 
     def find_altered(self, meter: Meter = SILENT) -> list[Damage]:
@@ -239,8 +241,8 @@ class SignedStore(ListedStore):
             file = self.files[now.name]
             for piece, (digest, signed) in enumerate(zip(now.sha256, file.sha256, strict=True)):
                 if digest != signed:
-                    start = piece * PIECE_BYTES
-                    stop = min(start + PIECE_BYTES, file.nbytes)
+                    start = piece * SIGNED_PIECE_BYTES
+                    stop = min(start + SIGNED_PIECE_BYTES, file.nbytes)
                     problem = f"differ from the signature: their SHA-256 is {digest}, expected {signed}"
                     damages.append(Damage("", printable(now.name), start, stop, problem))
         return damages
@@ -297,8 +299,8 @@ class SignedFiles(UnchangingFiles):
         nbytes = self._signed[number].nbytes
         start, stop = offset, min(offset + len(memory), nbytes)
         while start < stop:
-            piece = start // PIECE_BYTES
-            first, last = piece * PIECE_BYTES, min((piece + 1) * PIECE_BYTES, nbytes)
+            piece = start // SIGNED_PIECE_BYTES
+            first, last = piece * SIGNED_PIECE_BYTES, min((piece + 1) * SIGNED_PIECE_BYTES, nbytes)
             end = min(stop, last)
             wanted = memory[start - offset : end - offset]
             if (start, end) == (first, last):
@@ -321,7 +323,7 @@ class SignedFiles(UnchangingFiles):
 
     def _read_checked(self, number: int, piece: int, memory: memoryview) -> None:
         """Read a whole piece, and check the bytes in memory, so that later changes of the file do not matter."""
-        file, start = self._signed[number], piece * PIECE_BYTES
+        file, start = self._signed[number], piece * SIGNED_PIECE_BYTES
         signed, digest = file.sha256[piece], self._read(number, memory, start)
         if (
             digest != signed

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from eformer._engine.record.rename import Rule
     from eformer._engine.tools.conversion import ConvertedTree
 
-BASE = "base_model.model."  # how PEFT begins every name; the module of the base model follows
+BASE = "base_model.model."  # PEFT begins every name with this, before the module of the base model
 
 # PEFT's own names, and equinox's of a linear layer: matrices are out x in.
 _THEIRS = re.compile(
@@ -44,7 +44,7 @@ _RANK_AXES = {"lora_A.weight": 0, "lora_B.weight": 1, "lora_embedding_A": 0, "lo
 class AdapterName:
     """The name of a leaf in an adapter: a module of the base model, and a part of its LoRA, such as `lora_A.weight`.
 
-    `is_transposed` tells whether the leaf has the axes of JAX, and has to be transposed.
+    `is_transposed` tells whether the leaf has the axes of JAX, and must be transposed.
     """
 
     module: str
@@ -60,12 +60,12 @@ class AdapterName:
 
     @property
     def other_half(self) -> str:
-        """Return the name of the matrix that this one is multiplied with."""
+        """Return the name of the other matrix of the product."""
         return f"{BASE}{self.module}.{self.part.translate(str.maketrans('AB', 'BA'))}"
 
 
 def parse_adapter_name(name: str) -> AdapterName | None:
-    """Return the name that PEFT has for a LoRA leaf; None if that cannot be told."""
+    """Return the name that PEFT has for a LoRA leaf; None if the leaf does not read like a LoRA."""
     if match := _THEIRS.fullmatch(name):
         part = re.sub("lora_[ab]", lambda found: f"lora_{found[0][-1].upper()}", match["matrix"])
         return AdapterName(match["module"], part)
@@ -81,14 +81,14 @@ def is_lora(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLeaf:
-    """A leaf that goes into an adapter: the array as it is, and its name there."""
+    """A leaf for an adapter: the array as it is, and its name in the adapter."""
 
     source: Source
     name: AdapterName
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape that it has in the adapter."""
+        """Return the shape in the adapter."""
         return self.source.shape[::-1] if self.name.is_transposed else self.source.shape
 
     @property
@@ -97,7 +97,7 @@ class AdapterLeaf:
         return self.shape[_RANK_AXES[self.name.part]] if self.name.is_matrix else 0
 
     def stored_as(self, name: str) -> Source:
-        """Return the source of what is written, under that name."""
+        """Return the source to write, under a name."""
         ((_, array),) = self.source.parts
         if self.name.is_transposed:
             array = Transposed(array, (1, 0))
@@ -121,7 +121,7 @@ _DEFAULTS: Config = {
 
 
 def _new_config(recorded: Mapping[str, Any], given: Mapping[str, Any]) -> Config:
-    """Return the settings of the source with those of the caller, as they read from a file: sets are lists."""
+    """Merge the settings of the source and of the caller, as they read from a file: sets become lists."""
     try:
         config: Config = msgspec.json.decode(msgspec.json.encode({**_DEFAULTS, **recorded, **given}))
     except TypeError as error:
@@ -132,7 +132,7 @@ def _new_config(recorded: Mapping[str, Any], given: Mapping[str, Any]) -> Config
 
 
 def _asks_for(config: Config, name: str) -> bool:
-    """Tell whether a leaf that is not of a LoRA, and has PEFT's name, belongs into the adapter."""
+    """Tell whether a leaf outside of the LoRA, under PEFT's name, belongs into the adapter."""
     if not name.startswith(BASE) or ".base_layer." in name:
         return False
     if config["bias"] != "none" and name.endswith(".bias"):
@@ -141,7 +141,7 @@ def _asks_for(config: Config, name: str) -> bool:
 
 
 def _complete(config: Config, leaves: Sequence[AdapterLeaf]) -> None:
-    """Add to a configuration what the leaves tell: the rank, and the modules that have a LoRA."""
+    """Complete a configuration from the leaves: the rank, and the modules with a LoRA."""
     ranks = Counter(leaf.rank for leaf in leaves if leaf.rank and _rank_of(leaf, config) is None)
     if ranks:
         config["r"] = ranks.most_common(1)[0][0]
@@ -150,7 +150,7 @@ def _complete(config: Config, leaves: Sequence[AdapterLeaf]) -> None:
 
 
 def _rank_of(leaf: AdapterLeaf, config: Config) -> Any:
-    """Return the rank that the configuration has for a leaf, found as PEFT finds it; None if it has none."""
+    """Return the rank of a leaf in the configuration, as PEFT finds it; None if the configuration has none."""
     patterns = config.get("rank_pattern") or {}
     found = (rank for key, rank in patterns.items() if _matches(rf"(.*\.)?({key})", leaf.name.module))
     return next(found, config.get("r"))
@@ -164,10 +164,10 @@ def _matches(pattern: str, module: str) -> bool:
 
 
 def target_modules(modules: Collection[str]) -> list[str]:
-    """Name modules of the base model as PEFT's users do, by their last parts.
+    """Name modules of the base model by their last parts, as users of PEFT do.
 
-    Name them in full where a last part would surely stand for other modules as well: if one of the layers has no such
-    module, or if it is a number.
+    Use the full name if the last part would also match other modules: if a layer has no such module, or if the last
+    part is a number.
     """
     layers: dict[tuple[str, str], set[int]] = defaultdict(set)
     for module in modules:
@@ -204,11 +204,11 @@ def _is_target(module: str, config: Config) -> bool:
 
 
 def _disagreements(config: Config, leaves: Sequence[AdapterLeaf]) -> Iterator[str]:
-    """Say where the configuration and the leaves disagree: PEFT would fail, or leave out leaves with a warning."""
+    """Yield where the configuration and the leaves disagree: PEFT would fail, or drop leaves with a warning."""
     if config["peft_type"] != "LORA":
         yield f"config= has the peft_type {config['peft_type']!r}; only LORA can be written"
     if config.get("lora_alpha") is None:
-        yield "lora_alpha is not known, and no leaf tells it; give it with config=, such as lora_alpha=32"
+        yield "lora_alpha is unknown, and does not follow from the leaves; pass it with config=, such as lora_alpha=32"
     yield from _wrong_ranks(config, leaves)
     if not config.get("target_parameters"):
         modules = sorted({leaf.name.module for leaf in leaves if leaf.rank})
@@ -234,10 +234,10 @@ _CONTEXT = "cannot be converted to a PEFT adapter"
 
 
 def plan_adapter(tree: ConvertedTree, given: Mapping[str, Any], rules: Sequence[Rule] | None) -> None:
-    """Reduce a tree to the leaves of an adapter, and add the adapter's configuration. One error lists every problem.
+    """Reduce a tree to the leaves of an adapter, and add its configuration. A single error lists all problems.
 
-    given    settings of the caller; those in the metadata of a tree that once was an adapter come second
-    rules    those that the tree was renamed by
+    given    settings of the caller; they override the settings in the metadata of a former adapter
+    rules    the rules that renamed the tree
     """
     recorded = tree.view.metadata.get(CONFIG_KEY)
     config = _new_config(recorded if isinstance(recorded, dict) else {}, given)
@@ -252,7 +252,7 @@ def plan_adapter(tree: ConvertedTree, given: Mapping[str, Any], rules: Sequence[
 
 
 def _choose(tree: ConvertedTree, config: Config) -> list[Source]:
-    """Return the leaves of a LoRA, and others that the configuration asks for."""
+    """Return the leaves of a LoRA, and the other leaves that the configuration asks for."""
     plain = {source.name: readable(source.name) for source in tree.sources}
     if not any(map(is_lora, plain.values())):
         names = [*plain, *tree.raw_values]
@@ -268,23 +268,23 @@ def _choose(tree: ConvertedTree, config: Config) -> list[Source]:
 
 
 def _unmatched(sources: Sequence[Source], rules: Sequence[Rule]) -> Iterator[str]:
-    """Refuse leaves that the rules do not mention: they may be moments of an optimizer as well as weights."""
+    """Yield a problem for leaves that no rule matches: they may be moments of an optimizer instead of weights."""
     for source in sources:
         ((_, array),) = source.parts
         (first, *_) = stored_leaves(array)
         if not any(rule.pattern.fullmatch(first.name) for rule in rules):
-            yield f"leaf {first.name!r} is matched by no rule; add one, or one without a new name to leave it out"
+            yield f"leaf {first.name!r} is matched by no rule; add a rule; a rule without a new name drops the leaf"
 
 
 def _name(sources: Sequence[Source], problems: list[str]) -> Iterator[AdapterLeaf]:
-    """Yield the leaves under their names in the adapter; append to `problems` where that cannot be done."""
+    """Yield the leaves under their names in the adapter. Append leaves without a valid name to `problems`."""
     for source in sources:
         name = _adapter_name(readable(source.name))
         axes = len(source.shape)
         if name is None:
             problems.append(
-                f"leaf {source.name!r} is not called like a leaf of a LoRA, such as MODULE.lora_a; rename= can give it "
-                f"PEFT's name, {BASE}MODULE.lora_A.weight"
+                f"leaf {source.name!r} does not have the name of a LoRA leaf, such as MODULE.lora_a; rename= can give "
+                f"it PEFT's name, {BASE}MODULE.lora_A.weight"
             )
         elif name.is_matrix and (axes < 2 or (axes > 2 and name.is_transposed)):
             problems.append(
@@ -308,7 +308,7 @@ def _collisions(leaves: Sequence[AdapterLeaf]) -> Iterator[str]:
         origins[str(leaf.name)].append(leaf.source.name)
     for name, several in origins.items():
         if len(several) > 1:
-            yield f"leaves {few(several)} would all be called {name}; rename= can tell them apart"
+            yield f"leaves {few(several)} would have the same name, {name}; rename= can tell them apart"
 
 
 def _halves(leaves: Sequence[AdapterLeaf]) -> Iterator[str]:
@@ -319,7 +319,7 @@ def _halves(leaves: Sequence[AdapterLeaf]) -> Iterator[str]:
 
 
 def _reduce(tree: ConvertedTree, leaves: Sequence[AdapterLeaf], config: Config) -> None:
-    """Let the tree hold these leaves and the configuration; note what it does not hold any more."""
+    """Reduce the tree to these leaves and the configuration, and add a note for each dropped leaf."""
     names = [str(leaf.name) for leaf in leaves]
     structure, final = nested_dicts({name: parts_of_name(name) for name in names})
     taken = {leaf.source.name for leaf in leaves}

@@ -1,4 +1,4 @@
-"""Compare two leaves. `diff`, reports and the server all decide by this module. No jax."""
+"""Compare two leaves, for `diff`, reports and the server: all three must agree. No jax."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-_CHUNK = 2**16  # elements that are widened at once: they stay in the cache
+_CHUNK = 2**16  # elements to widen at a time: few enough to stay in the cache
 _MOST_SHOWN = 60  # characters of a plain value
 _HALF = 2**32
 
@@ -48,7 +48,10 @@ class Plain:
     def text(self) -> str:
         try:
             return repr(self.value)
-        except (ValueError, RecursionError) as error:  # only its repr was recorded, or it has too many digits
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # only the repr was recorded, or the number has too many digits
             return str(error)
 
 
@@ -63,9 +66,9 @@ def describe(leaf: LeafEntry | Plain) -> str:
 def recorded_difference(
     before: LeafEntry | Plain, after: LeafEntry | Plain, *, have_digests: bool = False
 ) -> bool | None:
-    """Tell from the records whether two leaves differ; None if only their elements can tell.
+    """Tell from the records whether two leaves differ; None if their elements must be compared.
 
-    With `have_digests`, leaves of one dtype whose digests are equal are the same.
+    With `have_digests`, leaves of one dtype with equal digests are the same.
     """
     if isinstance(before, Plain) or isinstance(after, Plain):
         return before != after
@@ -84,9 +87,9 @@ def _digests(entry: LeafEntry) -> object:
 def plain_became(
     before: LeafEntry | Plain | np.generic, after: LeafEntry | Plain | np.generic
 ) -> tuple[int, int]:
-    """Return 1, 0 if a number that was finite became NaN, 0, 1 if it became infinite, else 0, 0.
+    """Return (1, 0) if a finite number became NaN, (0, 1) if it became infinite, else (0, 0).
 
-    A number is a plain value, or the `number` of an array without axes; elements of a `LeafEntry` are not known.
+    A number is a plain value, or the element of an array without axes. The elements of a `LeafEntry` are unknown here.
     """
     was: Any
     now: Any
@@ -111,7 +114,7 @@ def _is_special(value: Any) -> bool:
 
 
 def became_text(nan: int, inf: int) -> str:
-    """Say how many elements became NaN or infinite; empty if none did."""
+    """Return the text for the number of elements that became NaN or infinite; "" if none did."""
     parts = [f"{word} in {count(n, 'element')}" for word, n in (("NaN", nan), ("Inf", inf)) if n]
     return f"became {' and '.join(parts)}" if parts else ""
 
@@ -123,14 +126,14 @@ def became_text(nan: int, inf: int) -> str:
 class Comparison:
     """Add up how the elements of a leaf differ, box by box.
 
-    with_norm              whether to compute `norm` and `special`; without, equal boxes cost a comparison of bytes
+    with_norm              compute `norm` and `special`, too; without it, equal boxes only cost a comparison of bytes
     differing              elements that differ: in their bits if the dtypes are equal, else in their values
     became_nan, became_inf elements that were finite before, and now are NaN or infinite
     healed                 elements that were NaN or infinite before, and now are finite
-    unlike                 elements of which one is NaN or infinite and the other is not the same value
+    unlike                 elements that differ, and are NaN or infinite on at least one side
     total, largest, change the sum, the maximum and the Euclidean norm of the distances of finite elements
-    beyond                 the largest distance of `unlike` elements: infinity or NaN; 0 if there are none
-    norm, special          the norm of the finite elements before, and the number of the other elements before
+    beyond                 the largest distance of `unlike` elements: infinity or NaN; 0 without such elements
+    norm, special          the norm of the finite elements before, and the number of NaN and infinite elements before
     """
 
     with_norm: bool = True
@@ -165,12 +168,12 @@ class Comparison:
 
     @property
     def farthest(self) -> float:
-        """Return the largest distance of all elements: NaN or infinity if one became so."""
+        """Return the largest distance of all elements: NaN or infinity if an element became so."""
         return float(np.maximum(self.largest, self.beyond))  # NaN stays NaN
 
     @property
     def mean(self) -> float:
-        """Return the mean distance of all elements: NaN or infinity if one became so."""
+        """Return the mean distance of all elements: NaN or infinity if an element became so."""
         return self.beyond or self.total / max(self.elements, 1)
 
     @property
@@ -179,7 +182,10 @@ class Comparison:
 
     @property
     def relative(self) -> float | None:
-        """Return the norm of the change, divided by the norm before; infinity if that is zero, None beyond doubles."""
+        """Return the norm of the change, divided by the norm before.
+
+        Infinity if the norm before is zero; None if a norm is too large for a double.
+        """
         if not self.change:
             return 0.0
         if not self.norm:
@@ -200,9 +206,8 @@ class Comparison:
         if differing:
             self.differing += differing
             now = _numbers(after)
-            if (
-                differing < was.size // 8
-            ):  # equal elements add nothing; leaving out a few would cost more than adding
+            # Equal elements add nothing. Selecting costs more than adding, unless most elements are equal.
+            if differing < was.size // 8:
                 was, now = was[differs], now[differs]
             self._add_changes(was, now)
 
@@ -257,7 +262,7 @@ def _bits(row: Array) -> Array:
 
 
 def _numbers(row: Array) -> Array:
-    """Cast to a dtype that holds every value exactly. 64-bit integers, which a double does not hold, stay."""
+    """Cast to a dtype that holds every value exactly. 64-bit integers stay, because a double cannot hold them."""
     if row.dtype.kind in "mM":
         return row.view(np.int64)
     if "complex" in row.dtype.name:  # the dtypes of ml_dtypes included
@@ -276,7 +281,7 @@ def _is_long(numbers: Array) -> bool:
 
 
 def _halves(numbers: Array) -> tuple[Array, Array]:
-    """Return a multiple of 2**32 and the rest, which add up to the number exactly, both as floats.
+    """Split each number into a multiple of 2**32 and the rest, both as floats. Their sum is exact.
 
     Not every machine has a float that holds all 64-bit integers.
     """

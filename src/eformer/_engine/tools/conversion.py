@@ -1,4 +1,4 @@
-"""Plan a conversion: the leaves under their new names, and what the target format cannot store. Pure."""
+"""Plan a conversion: the leaves under their new names, and the losses in the target format. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MOST_SHOWN = 60
 
 @dataclass(frozen=True, slots=True)
 class ConvertedLeaf:
-    """Describe one leaf of the new checkpoint: dtype and shape, or value, and the leaves that it comes from."""
+    """A leaf of the new checkpoint: its dtype and shape, or its value, and the leaves that it comes from."""
 
     name: str
     what: str
@@ -49,11 +49,11 @@ class ConvertedLeaf:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Describe what `convert` did, or with `dry_run` would do.
+    """The result of `convert`, or with `dry_run` its plan. `print` shows it.
 
     leaves   the leaves of the result, by prefix
-    notes    what the result lacks compared with the source, and what may be surprising
-    kept     names that no rule matches, and that stay as they are
+    notes    losses compared with the source, and possible surprises
+    kept     names that no rule matches, which stay as they are
     """
 
     source: str
@@ -86,9 +86,9 @@ class Conversion:
 
 @dataclass(slots=True)
 class ConvertedTree:
-    """Hold one tree of the new checkpoint. `transforms` says for each leaf what the rules do to it.
+    """One tree of the new checkpoint. `transforms` has the steps of the rules for each leaf, as text.
 
-    An `adapter_config` is written beside the leaves of a PEFT adapter.
+    `adapter_config` is the configuration beside the leaves of a PEFT adapter.
     """
 
     view: View
@@ -107,7 +107,7 @@ class ConvertedTree:
 
 
 def plan_tree(view: View, rules: list[Rule] | None, dtype: Any, target: TargetFormat) -> ConvertedTree:
-    """Plan the conversion of one tree: names, dtypes, structure, and notes on what the format cannot store."""
+    """Plan the conversion of one tree: names, dtypes, structure, and notes on losses in the target format."""
     tree = view.tree
     cast = None if dtype is None else floating_dtype(dtype)
     arrays = {name: StoredLeaf(view, name, entry) for name, entry in tree.leaves.items()}
@@ -178,7 +178,7 @@ def _rename_tree(view: View, renamed: Renamed, values: dict[str, Any], cast: str
 
 
 def _losses(tree: ConvertedTree, target: TargetFormat) -> Iterator[str]:
-    """Say what the target format cannot store."""
+    """Yield a note for everything that the target format cannot store."""
     if target in ("npz", "msgpack", "orbax"):
         if tree.view.metadata:
             yield f"{target} cannot store the metadata: {', '.join(sorted(tree.view.metadata))[:200]}"
@@ -218,14 +218,14 @@ def summarize(
     trees: Mapping[str, ConvertedTree],
     left_out: Sequence[str] = (),
 ) -> Conversion:
-    """Describe the conversion of these trees, for the caller."""
+    """Return the result of the conversion of these trees, for the caller."""
     leaves = {
         prefix: (*(_describe_array(tree, s) for s in tree.sources), *_describe_values(tree))
         for prefix, tree in trees.items()
     }
     labels = {prefix: f"[{prefix}] " if prefix else "" for prefix in trees}
     notes = dict.fromkeys(labels[prefix] + note for prefix, tree in trees.items() for note in tree.notes)
-    notes |= dict.fromkeys(f"left out: {path}, which is not read and may hold leaves" for path in left_out)
+    notes |= dict.fromkeys(f"not read, may hold leaves: {path}" for path in left_out)
     kept = [labels[prefix] + name for prefix, tree in trees.items() for name in tree.kept]
     return Conversion(os.fspath(source), os.fspath(destination), target, leaves, tuple(notes), tuple(kept))
 

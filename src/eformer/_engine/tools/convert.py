@@ -52,14 +52,14 @@ if TYPE_CHECKING:
     from eformer._engine.stores.base import Store
     from eformer._engine.tasks.progress import Meter, Progress
 
-_DEFAULT_MEMORY = 2 * 10**9  # bytes, beside what the program takes already
+_DEFAULT_MEMORY = 2 * 10**9  # bytes, beside the memory that the program already takes
 _RESERVE = 64 * 2**20  # bytes: threads, buffers of the system's libraries, Python's allocator
 _LEAST = 64 * 2**20
 _PER_LEAF = {"tensorstore": 3500}  # bytes, for a leaf's plan and record; measured with 100,000 leaves
 _PER_LEAF_ELSE = 1500
 _DECODING = 3.3  # times a chunk: as stored, decoded, and copied to its place, with some margin
 _SMALL = 2**16
-_CHUNK = 4 * 2**20  # bytes of a file that are read at once to be uploaded
+_CHUNK = 4 * 2**20  # bytes of a file to read and upload at a time
 
 
 @uninterrupted
@@ -81,25 +81,25 @@ def convert(
 ) -> Conversion:
     """Convert the checkpoint at `source`, of any format that `load` reads, to a new checkpoint at `destination`.
 
-    The destination appears complete or not at all; in a bucket, each of several trees does. Every byte read is checked
-    against its digest, if the source has digests. On an error the source is untouched and nothing is at the
-    destination. npz, msgpack, adapters and Orbax are written to a temporary file on their way to a bucket.
+    The destination appears complete or not at all; in a bucket, this holds for each of several trees. If the source has
+    digests, every byte that is read is checked. An error leaves the source untouched and the destination empty. On
+    their way to a bucket, npz, msgpack, adapters and Orbax go through a temporary file.
 
-    to               the target format; may be left out if the suffix of the destination names it
+    to               the target format; by default the format that the suffix of the destination names
     prefix           convert this tree alone, and store it without a prefix; None converts all trees
     rename           rules: a file, their text, a dict {pattern: "new name | step"}, pairs or lines; see
                      `docs/guides/renaming.md`
     dtype            cast floating leaves to this dtype
-    config           for to="peft": what adapter_config.json says, such as lora_alpha; see `docs/guides/peft.md`
-    max_shard_bytes  the most that one safetensors file holds
-    memory           the most bytes that the program takes, however large a leaf is; None for 2 GB more than it takes
-                     already, and more only where a larger chunk has to be decoded
+    config           for to="peft": settings of adapter_config.json, such as lora_alpha; see `docs/guides/peft.md`
+    max_shard_bytes  maximum size of one safetensors file
+    memory           maximum memory of the program in bytes, even for larger leaves; None for 2 GB more than the program
+                     already takes, or more if a larger chunk must be decoded
     dry_run          plan and check the conversion, but write nothing
-    allow_missing    convert even if files that may hold leaves are not read; the notes list them. Without it, such
+    allow_missing    convert even if some files that may hold leaves are not read; the notes list them. Without it, such
                      files are an error
     progress         True for a progress bar, or a function of the bytes done and the total
-    dequant          False converts the leaves of a quantised model of another program as they are stored. None refuses
-                     them with a `QuantizedError`
+    dequant          False converts the leaves of a quantised model of another program as stored. None raises a
+                     `QuantizedError` for such a model
 
     Example:
 
@@ -119,7 +119,7 @@ def convert(
         if left_out and not allow_missing:
             number = count(len(left_out), "file")
             raise FormatError(
-                f"{os.fspath(source)}: {number} would be left out, and may hold leaves: {few(left_out)}. Pass "
+                f"{os.fspath(source)}: {number} would be lost, which may hold leaves: {few(left_out)}. Pass "
                 "allow_missing=True to convert the rest"
             )
         trees = {name: plan_tree(view, rules, dtype, target) for name, view in views.items()}
@@ -176,16 +176,16 @@ def _open(
 def _check(
     trees: Mapping[str, ConvertedTree], target: TargetFormat, name: str, max_shard_bytes: int | None
 ) -> None:
-    """Refuse a conversion that cannot work, before anything is written."""
+    """Raise if the conversion is impossible, before anything is written."""
     is_one_file = target in ("npz", "msgpack") or name.endswith(SUFFIX)
     if max_shard_bytes is not None and (is_one_file or target != "safetensors"):
         raise ValueError(
             f"max_shard_bytes={max_shard_bytes}: only a directory of safetensors files has shards"
         )
     if (is_one_file or target == "peft") and len(trees) != 1:
-        what = "adapter" if target == "peft" else "file"
+        kind = "adapter" if target == "peft" else "file"
         raise ValueError(
-            f"one {what} holds one tree, and the source has {sorted(trees)}; choose one with prefix="
+            f"one {kind} holds one tree, and the source has {sorted(trees)}; choose one with prefix="
         )
     for tree in trees.values():
         if target == "npz":
@@ -199,7 +199,7 @@ def _check(
 
 
 def _check_items(trees: Mapping[str, ConvertedTree]) -> None:
-    """Refuse prefixes that cannot be items of Orbax, which are directories in that of the checkpoint."""
+    """Raise ValueError for prefixes that cannot be items of Orbax: an item is a directory in the checkpoint."""
     bad = [prefix for prefix in trees if "/" in prefix or prefix in (".", "..") or prefix.startswith("_")]
     if bad or ("" in trees and len(trees) > 1):
         raise ValueError(
@@ -209,7 +209,7 @@ def _check_items(trees: Mapping[str, ConvertedTree]) -> None:
 
 
 def _require_numbers(found: Found, trees: Iterable[ConvertedTree]) -> None:
-    """Refuse quantised leaves, which are not numbers of the model without their scales."""
+    """Refuse quantised leaves: without their scales they are not the numbers of the model."""
     if (find_quantized := found.foreign.find_quantized) is None:
         return
     for tree in trees:
@@ -219,7 +219,7 @@ def _require_numbers(found: Found, trees: Iterable[ConvertedTree]) -> None:
 
 
 def _budget(memory: int | None, trees: Mapping[str, ConvertedTree], target: TargetFormat) -> int:
-    """Compute how many bytes of elements may be in memory at once, and set the threads that decode large chunks."""
+    """Compute how many bytes of elements may be in memory together, and set the threads that decode large chunks."""
     sources = [source for tree in trees.values() for source in tree.sources]
     taken = resident_bytes() + _RESERVE + _PER_LEAF.get(target, _PER_LEAF_ELSE) * len(sources)
     stored = [leaf for source in sources for _, array in source.parts for leaf in stored_leaves(array)]
@@ -325,7 +325,10 @@ def _save(
         tree = with_config(tree, converted.adapter_config)
     store, file = (around, name) if name.endswith(SUFFIX) else (around.at(name), "")
     turn = turns.take(around.path_to(name), hosts.name(0))
-    sources, converted.sources = converted.sources, []  # the save drops each leaf when it is written
+    sources, converted.sources = (
+        converted.sources,
+        [],
+    )  # so that the save can drop each leaf when it is written
     return Save(store, file, prefix, target, sources, tree, options, hosts, turn)
 
 
@@ -333,10 +336,10 @@ def _save(
 
 
 class _Destination:
-    """A place where nothing is yet.
+    """The place of the new checkpoint, which must be free.
 
-    On this machine a checkpoint appears as a whole, when it is complete. In a bucket each tree is committed by its
-    index, one after the other, and other files are uploaded when they are complete.
+    On this machine a checkpoint appears as a whole, when it is complete. In a bucket the trees are committed in turn,
+    each by its index, and other files are uploaded when they are complete.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -348,7 +351,7 @@ class _Destination:
             raise ValueError(f"{os.fspath(path)!r} does not name a file or directory to create")
 
     def require_free(self, nbytes: int) -> None:
-        """Raise if something is there, or if there is not enough space for so many bytes."""
+        """Raise if the destination exists, or if the disk has less space than `nbytes`."""
         where = self._where
         is_taken = self._around.kind(self.name) is not None if where is None else not _is_free(where)
         if is_taken:
@@ -367,7 +370,7 @@ class _Destination:
     def creating(self, *, in_files: bool) -> Iterator[tuple[Store, str]]:
         """Yield the store around the new checkpoint and the name that it gets there.
 
-        With `in_files` the store is one of this machine, where any file can be written under that name.
+        With `in_files` the store is a directory of this machine, where any file can be written under that name.
         """
         if self._where is not None:
             make_directories(self._where.parent)
@@ -382,14 +385,14 @@ class _Destination:
 
 
 def _is_free(where: Path) -> bool:
-    """Tell whether nothing is at a path, or an empty directory that can be replaced."""
+    """Tell whether a path does not exist, or is an empty directory that can be replaced."""
     if where.is_dir() and not where.is_symlink() and not where.is_mount():
         return not any(where.iterdir())
     return not os.path.lexists(where)
 
 
 def _upload(folder: Path, store: Store) -> None:
-    """Upload all files below a directory, which appear together."""
+    """Upload all files below a directory. They appear together."""
     files = {
         path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()
     }

@@ -32,14 +32,16 @@ if TYPE_CHECKING:
     from eformer._engine.tasks.progress import Meter, Progress
     from eformer._engine.tools.compare import Array
 
-_BOX_BYTES = 16 * 2**20  # of each side in memory at once; differences are computed in wider numbers
+_BOX_BYTES = (
+    16 * 2**20
+)  # of each side in memory at a time; differences take several times as much, in wider numbers
 _BATCH_BYTES = 64 * 2**20
 _BATCH = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Describe a leaf that differs between the two checkpoints.
+    """A leaf that differs between two checkpoints.
 
     before, after   dtype and shape, or the plain value
     largest, mean   the largest and the mean absolute difference of the elements; None if the shapes differ
@@ -63,8 +65,8 @@ class Change:
         return self.became_nan + self.became_inf
 
     def __str__(self) -> str:
-        what = self.before if self.before == self.after else f"{self.before} -> {self.after}"
-        parts = [self.name, became_text(self.became_nan, self.became_inf), what]
+        described = self.before if self.before == self.after else f"{self.before} -> {self.after}"
+        parts = [self.name, became_text(self.became_nan, self.became_inf), described]
         if self.share is not None:
             parts.append(
                 f"largest difference {self.largest:.3g}, mean {self.mean:.3g}, "
@@ -75,11 +77,11 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """Describe the differences between the checkpoints `a` and `b`.
+    """The differences between the checkpoints `a` and `b`. `print` shows them.
 
     added       leaves that only `b` has: names, with dtypes and shapes or values
     removed     leaves that only `a` has
-    changed     leaves that both have, and that differ; leaves that became NaN or infinite come first
+    changed     leaves that differ; leaves that became NaN or infinite come first
     unchanged   the number of equal leaves
     notes       differences outside the leaves: kinds of containers, metadata, files that were not compared
     """
@@ -101,10 +103,12 @@ class Diff:
         return glance(str(self))
 
     def __str__(self) -> str:
-        lines = [f"{self.a} and {self.b}: {'the same' if self.same else 'different'}, {self._counts()}"]
+        lines = [
+            f"{self.a} and {self.b}: {'leaves the same' if self.same else 'different'}, {self._counts()}"
+        ]
         lines += [f"~ {change}" for change in self.changed if change.became]
-        lines += [f"- {name}: {what}" for name, what in self.removed.items()]
-        lines += [f"+ {name}: {what}" for name, what in self.added.items()]
+        lines += [f"- {name}: {text}" for name, text in self.removed.items()]
+        lines += [f"+ {name}: {text}" for name, text in self.added.items()]
         lines += [f"~ {change}" for change in self.changed if not change.became]
         return "\n".join(lines + [f"! {note}" for note in self.notes])
 
@@ -114,7 +118,7 @@ class Diff:
             "added": len(self.added), "removed": len(self.removed), "changed": len(self.changed),
             "unchanged": self.unchanged,
         }  # fmt: skip
-        return ", ".join(f"{count} {what}" for what, count in counts.items() if count) or "no leaves"
+        return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count) or "no leaves"
 
 
 @uninterrupted
@@ -128,10 +132,10 @@ def diff(
     """Compare every leaf of the checkpoint `a` with that of `b`, and return all differences.
 
     Formats and shardings may differ. Leaves are read a few at a time, in bounded memory, and checked against their
-    digests. Leaves of one dtype are equal if their bits are: 0.0 and -0.0 differ, and so do two NaN of different bits.
-    Leaves that became NaN or infinite come first. Several trees are matched by prefix; `prefix` compares one tree
-    alone. If a checkpoint is replaced or removed meanwhile, the comparison begins again with the newer one. `progress`
-    is True for a progress bar, or a function of the bytes compared and the total.
+    digests. Leaves of one dtype are equal if their bits are equal: 0.0 and -0.0 differ, and so do two NaNs with
+    different bits. Leaves that became NaN or infinite come first. Several trees are matched by prefix; `prefix`
+    compares one tree alone. If a checkpoint is replaced or removed meanwhile, the comparison starts again with the
+    newer checkpoint. `progress` is True for a progress bar, or a function of the bytes compared and the total.
 
     Example:
 
@@ -167,7 +171,7 @@ class _Differences:
 
 
 class _Side(View):
-    """A tree to compare. Raise ReplacedError if a newer save has replaced its checkpoint: the newer one is compared."""
+    """A tree to compare. Reads raise ReplacedError if a newer save has replaced the checkpoint: then compare again."""
 
     def __init__(self, found: Found, prefix: str) -> None:
         with reading(found):
@@ -179,7 +183,7 @@ class _Side(View):
 
 
 def _pairs(found: Sequence[Found], prefix: str | None) -> list[_Pair]:
-    """Match the trees of both sides: the only tree of each, or those with the same prefix."""
+    """Match the trees of both sides: the only tree of each side, or trees with the same prefix."""
     a, b = found
     if prefix is not None:
         return [_Pair(_Side(a, prefix), _Side(b, prefix), "")]
@@ -202,12 +206,12 @@ def _prefixes(found: Found) -> list[str]:
 
 
 class _Pair:
-    """Two trees to compare; one side is None if only the other has this prefix."""
+    """Two trees to compare. A side is None if it has no tree of this prefix."""
 
     def __init__(self, a: View | None, b: View | None, label: str) -> None:
         self.a, self.b, self.label = a, b, label
         self.of_a, self.of_b = _leaves(a), _leaves(b)
-        # The leaves whose elements have to be compared.
+        # The leaves whose elements must be compared.
         self.arrays = [
             name
             for name, one in self.of_a.items()
@@ -239,14 +243,14 @@ class _Pair:
             found.notes += [self.label + note for note in _notes(self.a, self.b)]
 
     def change(self, name: str, before: Any, after: Any, values: Comparison | None) -> Change | None:
-        what = describe(before), describe(after)
+        described = describe(before), describe(after)
         if values is None:
-            return self.recorded_change(name, before, after, what)
-        if not values.differing and what[0] == what[1]:
+            return self.recorded_change(name, before, after, described)
+        if not values.differing and described[0] == described[1]:
             return None
         return Change(
             self.label + name,
-            *what,
+            *described,
             values.farthest,
             values.mean,
             values.share,
@@ -254,18 +258,20 @@ class _Pair:
             became_inf=values.became_inf,
         )
 
-    def recorded_change(self, name: str, before: Any, after: Any, what: tuple[str, str]) -> Change | None:
+    def recorded_change(
+        self, name: str, before: Any, after: Any, described: tuple[str, str]
+    ) -> Change | None:
         if not recorded_difference(before, after):
             return None
         if isinstance(before, Plain) != isinstance(after, Plain):
             before, of_before = self.with_value(self.a, name, before)
             after, of_after = self.with_value(self.b, name, after)
-            what = of_before, of_after
+            described = of_before, of_after
         nan, inf = plain_became(before, after)
-        return Change(self.label + name, *what, became_nan=nan, became_inf=inf)
+        return Change(self.label + name, *described, became_nan=nan, became_inf=inf)
 
     def with_value(self, view: View | None, name: str, leaf: Any) -> tuple[Any, str]:
-        """Return the number and the description of a leaf, for a plain value that became an array without axes or the
+        """Return the number and the description of a leaf, if a plain value became an array without axes or the
         reverse."""
         if not view or not isinstance(leaf, LeafEntry) or leaf.shape:
             return leaf, describe(leaf)
@@ -278,10 +284,8 @@ class _Pair:
             assert self.a
             assert self.b
             if len(names) > 1:
-                some, others = self.a.read_all(names), self.b.read_all(names)
-                yield from (
-                    (name, Comparison(with_norm=False).add(some[name], others[name])) for name in names
-                )
+                of_a, of_b = self.a.read_all(names), self.b.read_all(names)
+                yield from ((name, Comparison(with_norm=False).add(of_a[name], of_b[name])) for name in names)
             else:
                 yield names[0], self.compare_boxes(self.a, self.b, names[0])
             meter.add(sum(self.of_a[name].nbytes for name in names))
@@ -303,7 +307,7 @@ def _leaves(view: View | None) -> dict[str, Any]:
 
 
 def _batches(names: Sequence[str], entries: dict[str, Any]) -> Iterator[list[str]]:
-    """Yield names of small leaves together, as many as fit, and the name of each large leaf alone."""
+    """Yield names of small leaves in batches, and the name of each large leaf alone."""
     batch: list[str] = []
     total = 0
     for name in names:
@@ -325,8 +329,18 @@ def _notes(a: View, b: View) -> Iterator[str]:
     is_known = not any(isinstance(side, dict) and UNREADABLE in side for side in (one, other))
     if is_known and set(a) == set(b) and one != other:
         yield "some containers are of different kinds, such as a list and a dict"
-    if a.tree.raw_metadata != b.tree.raw_metadata:
-        yield "the metadata differs"
+    if changes := list(_metadata_changes(a.tree.raw_metadata, b.tree.raw_metadata)):
+        yield f"the metadata differs: {few(changes)}"
     for view in (a, b):
         if view.left_out:
             yield f"not compared, and may hold leaves: {few(view.left_out)}"
+
+
+def _metadata_changes(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+    for name in {**before, **after}:
+        if name not in after:
+            yield f"{name} removed"
+        elif name not in before:
+            yield f"{name} added"
+        elif before[name] != after[name]:
+            yield f"{name} changed"

@@ -1,7 +1,7 @@
 """Write checkpoints that Orbax reads: a directory of zarr arrays for each tree, and files that describe them.
 
 This is the layout of Orbax without OCDBT: `_METADATA` has the keys and kinds of the leaves, each array is a directory
-called by its keys, texts are in `_strings.json`, and `array_metadatas` names the generators of PRNG keys.
+named after its keys, texts are in `_strings.json`, and `array_metadatas` names the generators of PRNG keys.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from eformer._engine.tasks.progress import Meter
 
 _HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
-_COMMITTED = "commit_success.txt"  # without which Orbax takes a checkpoint in a bucket for unfinished
+_COMMITTED = "commit_success.txt"  # Orbax takes a checkpoint in a bucket without this file for unfinished
 _INDEX, _KEY = 1, 2  # kinds of keys
 _CHUNK_BYTES = 2**26
 _MAX_NAME = 255  # bytes
@@ -46,7 +46,7 @@ _EMPTY = {"list": "List", "tuple": "Tuple", "namedtuple": "NamedTuple"}
 
 @dataclass(frozen=True, slots=True)
 class OrbaxLeaf:
-    """A leaf with its keys, each with its kind: an array, a plain value, or of another `kind` and without content."""
+    """A leaf with its keys and their kinds. It is an array, a plain value, or of another `kind` without content."""
 
     keys: tuple[tuple[str, int], ...]
     kind: str
@@ -63,7 +63,7 @@ class OrbaxLeaf:
 
 
 def plan_orbax(structure: Any, sources: Sequence[Source], values: Mapping[str, Any]) -> list[OrbaxLeaf]:
-    """List the leaves as Orbax stores them. Raise a MismatchError that names all that it cannot store."""
+    """List the leaves as Orbax stores them. Raise a MismatchError that names all leaves that Orbax cannot store."""
     leaves = list(_leaves(structure, (), {source.name: source for source in sources}, values))
     problems = [problem for leaf in leaves if (problem := _problem_of(leaf))]
     problems += _clashes(leaves)
@@ -97,8 +97,8 @@ def _leaves(
 def _leaf(
     name: str, keys: tuple[tuple[str, int], ...], sources: Mapping[str, Source], values: Mapping[str, Any]
 ) -> OrbaxLeaf:
-    """Describe an array or a plain value. Arrays come back as numpy's, which need no devices, unless Orbax is asked for
-    others; PRNG keys are of JAX."""
+    """Describe an array or a plain value. By default Orbax restores arrays as numpy arrays, which need no devices; PRNG
+    keys as arrays of JAX."""
     if name in sources:
         return OrbaxLeaf(keys, "jax.Array" if sources[name].key else "np.ndarray", sources[name])
     if name not in values:  # a function, which is left to the code
@@ -122,18 +122,18 @@ def _problem_of(leaf: OrbaxLeaf) -> str | None:
     if any(part in ("", ".", "..") or len(part.encode()) > _MAX_NAME or "\0" in part for part in parts):
         return f"leaf {leaf.path[:300]!r} cannot be the name of a directory"
     if parts[0] in _RESERVED:
-        return f"leaf {leaf.path!r} is called like a file of Orbax"
+        return f"leaf {leaf.path!r} has the name of a file of Orbax"
     return None
 
 
 def _clashes(leaves: Sequence[OrbaxLeaf]) -> Iterator[str]:
-    """Find leaves that Orbax could not tell apart, and arrays that would lie in the directory of another."""
+    """Yield a problem for leaves that Orbax could not tell apart, and for an array inside the directory of another."""
     stored = [leaf.path for leaf in leaves if leaf.has_content]
     taken = set(stored)
     keys = [str(tuple(key for key, _ in leaf.keys)) for leaf in leaves]
     for name, count in Counter(stored).items():
         if count > 1:
-            yield f"{count} leaves would be called {name!r}: Orbax joins keys by dots"
+            yield f"{count} leaves would have the name {name!r}: Orbax joins keys by dots"
     for name, count in Counter(keys).items():
         if count > 1:
             yield f"{count} leaves have the keys {name}, such as 1 and '1': the keys of Orbax are texts"
@@ -168,7 +168,7 @@ def write_tree(directory: Path, leaves: Sequence[OrbaxLeaf], staging: Staging, m
 
 
 def write_checkpoint_metadata(directory: Path, prefixes: Sequence[str]) -> None:
-    """Write what makes the directory a checkpoint: of one tree without a prefix, or of an item for each prefix."""
+    """Write the files that make a directory a checkpoint: of one tree without a prefix, or an item for each prefix."""
     now = time.time_ns()
     handlers: Any = _HANDLER if list(prefixes) == [""] else dict.fromkeys(prefixes, _HANDLER)
     described = {
@@ -231,7 +231,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 class _Stream:
-    """The elements of a leaf in order, to be taken in other portions than they come in."""
+    """The elements of a leaf in order, taken in other portions than they arrive in."""
 
     def __init__(self, pieces: Iterator[memoryview]) -> None:
         self._pieces, self._rest = pieces, memoryview(b"")
@@ -245,6 +245,6 @@ class _Stream:
             yield piece
 
     def finish(self) -> None:
-        """Let the leaf be forgotten."""
+        """Run the source to its end, so that it drops the leaf."""
         for _ in self._pieces:
             pass

@@ -57,13 +57,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("eformer")
 
-# Files of the original eFormer beside its arrays: one for a checkpoint, and one for each tree after its prefix.
+# Files of the original eFormer beside its arrays: one for each checkpoint, and one for each tree, named after its
+# prefix.
 _OF_ORIGINAL, _STRUCTURE = "checkpoint_metadata.json", "_structure.json"
 
 # Files of a database, by their paths in its directory.
 _OF_DATABASES = (DATABASE_MANIFEST, "d/*", f"process-*/{DATABASE_MANIFEST}", "process-*/d/*")
 
-# Files of Orbax by their paths: in the directory of a checkpoint, and in that of a tree.
+# Files of Orbax by their paths: in the directory of a checkpoint, and in the directory of a tree.
 _OF_ORBAX = (ORBAX_CHECKPOINT, COMMITTED, orbax.INDICATOR)
 _OF_ITEMS = (
     *(ORBAX_TREE, SHARDINGS, STRINGS, TREE_METADATA, AGGREGATE, COMMITTED),
@@ -77,7 +78,7 @@ _ZARR3 = "zarr.json"
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A checkpoint as it was when its removal was planned: which one it was, its bytes, and the files in it."""
+    """A checkpoint at the time its removal was planned: its identity, its bytes, and its files."""
 
     identity: Identity
     nbytes: int
@@ -86,15 +87,15 @@ class _Planned:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """Describe what `prune` removed, or with `dry_run` would remove.
+    """The result of `prune`, or with `dry_run` its plan.
 
     removed       names of the removed checkpoints
     kept          names of the checkpoints that stay
-    left          entries that are named like a step but are not counted, with the reason: they are not complete
-                  checkpoints, or another program wrote them; they stay
-    other_files   by the name of a removed checkpoint: the files in it that are not part of it, such as notes, which are
-                  removed with it
-    scores        the files of scores that are removed because their checkpoint has gone already
+    left          entries with the name of a step that stay and do not count, with the reason: they are not complete
+                  checkpoints, or another program wrote them
+    other_files   files that do not belong to a removed checkpoint, such as notes, and are removed with it; by the name
+                  of the checkpoint
+    scores        removed score files whose checkpoint no longer exists
     nbytes        the bytes of the removed checkpoints
     """
 
@@ -118,27 +119,28 @@ def prune(
     check: bool = False,
     dry_run: bool = False,
 ) -> Pruned:
-    """Delete the checkpoints in a directory that no rule keeps, and what saves that died have left there.
+    """Delete the checkpoints in a directory that no rule keeps, and the leftovers of interrupted saves.
 
     Only directories that eformer wrote under the name of a step are removed: step-100, run-100, checkpoint_100,
-    ckpt-100, 100. Names that differ before the number (run-100 beside step-100) are series, and are counted
-    separately. Other files and directories are not looked at. Entries that cannot be read, and runs with
-    steps of their own, do not count and are never deleted; nor are the newest of a series, the step that a run was
-    resumed from, and checkpoints that a symbolic link in the directory points to. In a bucket, those that a reader
-    holds or that are being saved to stay, too, and are in `left`.
+    ckpt-100, 100. Names that differ before the number (run-100 beside step-100) are series, and count separately. Other
+    files and directories stay untouched. Entries that cannot be read, and runs with steps of their own, do not count
+    and are never deleted. Nor are the newest checkpoint of a series, the step that a run resumed from, and checkpoints
+    that a symbolic link in the directory points to. In a bucket, checkpoints that a reader holds or that a save is
+    replacing also stay, and are in `left`.
 
-    keep      how many checkpoints of each series stay, or rules as for `Run`, which are a union
-    pattern   count these names instead, files and directories: a name with one `*` for the number, such as `ema-*`
-    foreign   count checkpoints of other programs, too, such as steps of Orbax; `Keep(foreign=True)` says the same
+    keep      the number of checkpoints of each series that stay, or rules as for `Run`; a checkpoint stays if any rule
+              keeps it
+    pattern   count files and directories of this name instead: a name with one `*` for the number, such as `ema-*`
+    foreign   also count checkpoints of other programs, such as steps of Orbax, like `Keep(foreign=True)`
     check     verify the checkpoints that stay first; if one is damaged, delete nothing
     dry_run   delete nothing, only return the plan
 
-    Files in a checkpoint's directory that are not part of it, such as notes, are removed with it; `other_files` of the
-    plan lists them, and the log names some before they are removed. If files are added after the plan was made, raise
-    ValueError. Raise ValueError as well if no checkpoint has the metric of a rule: it may be misspelt.
+    Files in a checkpoint's directory that do not belong to it, such as notes, are removed with it. `other_files` of the
+    plan lists them, and the log names some before they are removed. Raise ValueError if files were added after the plan
+    was made, or if no checkpoint has the metric of a rule, which may be misspelt.
 
-    Checkpoints of Orbax in a bucket are looked at only by `check`, because that copies them. Without it, the newest
-    checkpoint of a series that was looked at stays beside them, and all stay if there is none.
+    Only `check` reads checkpoints of Orbax in a bucket, because it has to copy them. Without it, the newest checkpoint
+    of a series that can be read without a copy stays beside them; if none can, all stay.
 
     Example:
 
@@ -158,7 +160,7 @@ def prune(
         logger.warning(
             "%s/%s is removed with files that are not part of it: %s", plan.directory, name, few(files)
         )
-    done = remove(plan)
+    done = remove_planned(plan)
     for name in plan.removed:
         if name in done.left:
             logger.warning("%s/%s stays: %s", plan.directory, name, done.left[name])
@@ -174,15 +176,15 @@ def plan_removal(
     check: bool = False,
     strict: bool = False,
 ) -> Pruned:
-    """Decide which checkpoints to delete, and remember which files and directories they are.
+    """Decide which checkpoints to delete, and remember the identity of their files and directories.
 
-    check    the caller verifies those that stay
+    check    the caller verifies the checkpoints that stay
     strict   raise ValueError if no checkpoint has the metric of a rule; otherwise all stay
     """
     if isinstance(keep, int) and keep < 1:
         raise ValueError(f"keep={keep}: at least one checkpoint must stay")
     if not (rules := keep_from(keep)):
-        raise ValueError(f"keep={keep!r}: no rule says which checkpoints stay")
+        raise ValueError(f"keep={keep!r}: no rule selects checkpoints to keep")
     names = STEPS if pattern is None else StepNames.like(pattern)
     store = store_at(directory)
     if not is_there(store):
@@ -234,7 +236,7 @@ def _others(
     stay = set() if check else retention.seen_last(series)
     if found and stay.issuperset(step.number for step in series):
         warnings.append(
-            f"all of {names} stay: they would have to be copied to be looked at, as check=True does"
+            f"all of {names} stay: eformer would have to copy them to read them, as check=True does"
         )
     for warning in warnings:
         logger.warning("%s: %s", store.url, warning)
@@ -250,7 +252,7 @@ def _files_in(path: str) -> frozenset[str]:
 
 
 def _other_files(step: Step, there: Collection[str]) -> tuple[str, ...]:
-    """Return which files in the directory of a checkpoint are not part of it."""
+    """Return the files in the directory of a checkpoint that do not belong to it."""
     found = found_of(step)
     is_of_orbax = found.manifest.format == orbax.FORMAT
     part = _files_of_orbax(there) if is_of_orbax else _files_of(found, there)
@@ -258,7 +260,7 @@ def _other_files(step: Step, there: Collection[str]) -> tuple[str, ...]:
 
 
 def _files_of(found: Found, there: Collection[str]) -> set[str]:
-    """Return the files of a checkpoint: those that hold leaves, those that say where, and those of its saves."""
+    """Return the files of a checkpoint: files with leaves, indexes, descriptions, and files of its saves."""
     trees = found.trees.values()
     known = {tree.path_of(number) for tree in trees for number in range(len(tree.files))}
     roots = [tree.root for tree in trees if tree.is_database]
@@ -281,8 +283,8 @@ def _files_of(found: Found, there: Collection[str]) -> set[str]:
 
 
 def _is_of_saves(path: str, saves: Collection[str], *, has_leases: bool) -> bool:
-    """Tell by its name whether one of these saves wrote a file, or it is the scratch or, in a bucket, the lease of a
-    save."""
+    """Tell by its name whether a file belongs to a save: one of `saves` wrote it, it is in a scratch directory, or it
+    is a lease in a bucket."""
     top = path.partition("/")[0]
     if has_leases and top == LEASES:
         return True
@@ -307,8 +309,8 @@ def _is_of_checkpointer(found: Found) -> bool:
 
 
 def _files_of_orbax(there: Collection[str]) -> set[str]:
-    """Return the files of a checkpoint of Orbax by their names, in its directory or in that of an item. Its trees are
-    not asked for, which would copy them from a bucket."""
+    """Return the files of a checkpoint of Orbax by their names, in its directory or in the directory of an item. Do not
+    read its trees, because that would copy them from a bucket."""
     items = {folder for folder, name in map(split, there) if name in _MARKS_OF_ITEMS}
     arrays = {folder for folder, name in map(split, there) if name in (ZARRAY, _ZARR3)}
     return {
@@ -321,25 +323,25 @@ def _files_of_orbax(there: Collection[str]) -> set[str]:
 
 
 def _below(path: str, folders: Collection[str]) -> list[str]:
-    """Return the paths of a file in these folders that it lies in, at any depth."""
+    """Return the path of a file relative to each of these folders that contains it, at any depth."""
     parts = path.split("/")
     outer = ["/".join(parts[:depth]) for depth in range(len(parts))]
     return ["/".join(parts[depth:]) for depth, folder in enumerate(outer) if folder in folders]
 
 
 def _matches(path: str, patterns: Iterable[str]) -> bool:
-    """Match a path with patterns part by part: `*` does not stand for a slash."""
+    """Match a path with patterns part by part: `*` does not match a slash."""
     parts = path.split("/")
     wanted = (pattern.split("/") for pattern in patterns)
     return any(len(want) == len(parts) and all(map(fnmatchcase, parts, want)) for want in wanted)
 
 
-def remove(plan: Pruned) -> Pruned:
-    """Delete exactly the planned checkpoints, with their scores and signatures. Raise ValueError if one has been
-    replaced since, or has new files.
+def remove_planned(plan: Pruned) -> Pruned:
+    """Delete exactly the planned checkpoints, with their scores and signatures. Raise ValueError if a checkpoint has
+    been replaced since, or has new files.
 
-    Then sweep what saves that died have left: nobody has seen it, so nobody needs to be asked. Return what was done:
-    a checkpoint in a bucket that somebody holds stays, and one with a mount point in it.
+    Then delete the leftovers of interrupted saves, without asking: no reader has seen them. Return the plan as carried
+    out: a checkpoint stays if a reader of a bucket holds it, or if it contains a mount point.
     """
     store, held, removed = store_at(plan.directory), dict[str, str](), list[str]()
     there = store.kinds()
@@ -351,18 +353,20 @@ def remove(plan: Pruned) -> Pruned:
                     held[name] = why
                     continue
             removed.append(name)
-            signature = signature_name(name)  # that of a directory lies in it
+            signature = signature_name(name)  # only of a file: the signature of a directory lies in it
             is_signed = there.get(name) == there.get(signature) == "file"
             remove_files(store, [signature] if is_signed else [])
-    finally:  # also what is left of a removal that failed
+    finally:  # also after a failed removal, which may leave files
         _sweep(store, removed, () if on_disk(store) else plan.kept)
     nbytes = sum(plan.planned[name].nbytes for name in removed)
     return replace(plan, removed=tuple(removed), left=plan.left | held, nbytes=nbytes)
 
 
 def _refuse_new_files(store: Store, name: str, planned: Collection[str]) -> None:
-    """Raise ValueError if there are files in a directory that its removal was not planned with. Those of a save that
-    has begun since do not count: its lease or its index tells of it."""
+    """Raise ValueError if a directory contains files that were not there when its removal was planned.
+
+    Files of a save that has begun since do not count: the removal sees such a save by its lease or its index.
+    """
     there = _files_in(store.path_to(name)).difference(planned)
     saves = ids_in(path.partition("/")[0] for path in there)
     new = [p for p in sorted(there) if not _is_of_saves(p, saves, has_leases=on_disk(store) is None)]
@@ -374,8 +378,8 @@ def _refuse_new_files(store: Store, name: str, planned: Collection[str]) -> None
 
 
 def _sweep(store: Store, removed: Collection[str], known: Collection[str]) -> None:
-    """Sweep a run, and all directories in it that have the name of a step, except for steps that are known; and remove
-    the scores of steps that have gone."""
+    """Sweep a run, and all directories in it that have the name of a step, except known steps. Then delete score files
+    whose step no longer exists."""
     sweep(store, "")
     for name, kind in store.kinds().items():
         if kind == "directory" and name not in known and step_number(name) is not None:
@@ -384,7 +388,7 @@ def _sweep(store: Store, removed: Collection[str], known: Collection[str]) -> No
 
 
 def _refuse_checkpoint(store: Store) -> None:
-    """Refuse a directory that is one checkpoint, whose files may be numbered like steps."""
+    """Raise ValueError if the directory itself is a checkpoint: its files may be numbered like steps."""
     names, place = list(store.kinds()), on_disk(store)
     marks = (*MARKS, ZARRAY, *(orbax.marks(place) if place is not None else ()))
     if index := [name for name in names if name in marks or name.endswith(INDEX_SUFFIX)]:
@@ -394,8 +398,10 @@ def _refuse_checkpoint(store: Store) -> None:
 
 
 def _listed(store: Store, names: StepNames, *, foreign: bool) -> tuple[list[list[Step]], dict[str, str]]:
-    """Like `_series`, without the entries that the run has removed meanwhile. List again if there is no other one: a
-    run that removes steps has newer ones."""
+    """List complete checkpoints by series, and the other entries, except entries that the run has removed meanwhile.
+
+    List again if nothing remains: a run that removes steps has newer steps.
+    """
     for _ in range(_MOST_LISTINGS):
         series, left = _series(store, names, foreign=foreign)
         there = store.kinds()
@@ -406,7 +412,7 @@ def _listed(store: Store, names: StepNames, *, foreign: bool) -> tuple[list[list
 
 
 def _series(store: Store, names: StepNames, *, foreign: bool) -> tuple[list[list[Step]], dict[str, str]]:
-    """List complete checkpoints by series, in order of their steps; and the names of other entries with the reason."""
+    """List complete checkpoints by series, in the order of their steps, and the reason to skip each other entry."""
     found: dict[str, list[Step]] = defaultdict(list)
     left: dict[str, str] = {}
     for name, kind in store.kinds().items():
@@ -420,20 +426,20 @@ def _series(store: Store, names: StepNames, *, foreign: bool) -> tuple[list[list
             left[name] = f"it is not a complete checkpoint: {problem}"
         elif is_foreign(step) and not foreign:
             by = found_of(step).manifest.format
-            left[name] = f"another program wrote it ({by}); foreign=True counts and removes such steps, too"
+            left[name] = f"another program wrote it ({by}); foreign=True also counts and removes such steps"
         else:
             found[parsed[0]].append(step)
     return [sorted(series, key=lambda step: (step.number, step.name)) for series in found.values()], left
 
 
 def _may_be_step(name: str, kind: Kind, names: StepNames) -> bool:
-    """Tell whether an entry may be a step: a directory, or with a pattern also a file that is no shard of a model."""
+    """Tell whether an entry may be a step: a directory, or with a pattern also a file that is not a shard."""
     is_shard = split_shard(name.removesuffix(SUFFIX)) is not None
     return not is_shard and not name.startswith(".") and (kind == "directory" or names is not STEPS)
 
 
 def _problem(store: Store, step: Step, kind: Kind) -> str | None:
-    """Say why this is not a complete checkpoint, or return None. Digests are not checked."""
+    """Return why this is not a complete checkpoint; None if it is. Does not check digests."""
     if kind == "directory" and store.exists(f"{step.name}/{ZARRAY}"):
         return "it is a single array"
     if problem := step.problem():
@@ -446,10 +452,10 @@ def _problem(store: Store, step: Step, kind: Kind) -> str | None:
 def _require_sound(plan: Pruned) -> None:
     for name in plan.kept:
         try:
-            report = verify(store_at(plan.directory).path_to(name))
+            found = verify(store_at(plan.directory).path_to(name))
         except (FormatError, FileNotFoundError) as error:
             raise CorruptionError(
                 f"nothing was removed, because a checkpoint to keep cannot be read: {name}: {error}"
             ) from error
-        if report.damages:
-            raise CorruptionError(f"nothing was removed, because a checkpoint to keep is damaged: {report}")
+        if found.damages:
+            raise CorruptionError(f"nothing was removed, because a checkpoint to keep is damaged: {found}")

@@ -59,7 +59,7 @@ def write_npz(
 
 
 def _members(names: Sequence[str]) -> dict[str, str]:
-    """Choose the names of npz members: the leaves' keys, unless two keys would read the same."""
+    """Choose the names of npz members: the readable names of the leaves, unless two leaves read the same."""
     plain = {name: _BARE if name == BARE_LEAF else readable(name) for name in names}
     count = Counter(plain.values())
     return {name: text if text.isprintable() and count[text] == 1 else name for name, text in plain.items()}
@@ -84,7 +84,7 @@ def _write_array(member: IO[bytes], source: Source, staging: Staging, meter: Met
 
 
 def check_npz(sources: Sequence[Source], values: Mapping[str, Any]) -> None:
-    """Refuse dtypes that numpy cannot name. bfloat16 is allowed: as the only two-byte void it can be told."""
+    """Refuse dtypes that numpy cannot name. bfloat16 is allowed: readers recognise it as the only two-byte void."""
     problems = [
         f"leaf {source.name!r} is {source.dtype}"
         for source in sources
@@ -125,9 +125,9 @@ def write_msgpack(
 
 
 def state_of(structure: Any, leaves: Mapping[str, Any]) -> Any:
-    """Build the state dict as flax does: nested dicts with string keys, whatever the containers were.
+    """Build the state dict as flax does: nested dicts with string keys, for containers of every kind.
 
-    A leaf that is left out is None.
+    A leaf that is not in `leaves` is None.
     """
     if structure is None:
         return None
@@ -151,7 +151,7 @@ _MAPPINGS = ("dict", "OrderedDict", "defaultdict")
 
 
 def children_of(structure: Any) -> list[tuple[str, Any]]:
-    """List the children of a container with their keys. Raise StructureError if it is not one."""
+    """List the children of a container with their keys. Raise StructureError if `structure` is not a container."""
     try:
         content = _CONTENTS[frozenset(structure)]
         inside = structure[content]
@@ -179,7 +179,7 @@ def nodes_of(structure: Any) -> Iterator[Any]:
 
 
 def require_structure(structure: Any, names: Iterable[str]) -> None:
-    """Refuse a structure that is not a tree of exactly these leaves: some would be lost on the way."""
+    """Raise MismatchError unless the structure has exactly these leaves: others would be lost on the way."""
     counted = Counter(node for node in nodes_of(structure) if isinstance(node, str))
     expected = set(names)
     problems = [f"missing leaf {name!r}" for name in counted.keys() - expected]
@@ -195,7 +195,7 @@ def has_sequences(structure: Any) -> bool:
 
 
 def check_msgpack(structure: Any, values: Mapping[str, Any]) -> None:
-    """Refuse values that msgpack cannot hold, such as large integers, and keys that read the same."""
+    """Refuse values that msgpack cannot store, such as large integers, and keys that read the same."""
     problems = [f"leaf {name!r} is {value!r}"[:200] for name, value in values.items() if not can_pack(value)]
     if problems:
         raise MismatchError(problems, context="msgpack cannot store these values; convert to safetensors")

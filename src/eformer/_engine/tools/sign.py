@@ -1,4 +1,4 @@
-"""Sign a checkpoint with a private key, so that who has the public key finds every change. No jax."""
+"""Sign a checkpoint with a private key, so that the public key detects every change. No jax."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ def sign(
     """Sign the checkpoint at `path`, and return the path of its signature.
 
     The signature is a file: `eformer.sig` in a directory, which signs every file below it; `<file>.eformer.sig` beside
-    a checkpoint that is one file. Of a run the last step is signed. It has the SHA-256 of all files, which are read on
-    all cores. An earlier signature is replaced; a later save to the path removes it.
+    a checkpoint in one file. The path of a run signs its last step. The signature has the SHA-256 of all files, which
+    are read on all cores. It replaces an earlier signature; a later save to the path removes it.
 
-    What is signed is what is there: `verify` it first if it may be damaged.
+    `sign` does not check digests. If the checkpoint may be damaged, `verify` it first.
 
     key        a private key of Ed25519: the path of a PEM file (PKCS 8), or its content
-    password   that of the key, or a function that returns it; by default the environment variable EFORMER_KEY_PASSWORD
+    password   the password of the key, or a function that returns it; by default the environment variable
+               EFORMER_KEY_PASSWORD
     progress   True for a progress bar, or a function of the bytes read and the total
 
     Example:
@@ -52,7 +53,7 @@ def sign(
         'run/step-100/eformer.sig'
         >>> load("run/step-100", key="public.pem")
     """
-    absolute(path)  # refuses places that cannot be written to
+    absolute(path)  # raises for places that cannot be written to
     signer = private_key(key, password)
     with caching(False):
         return reread(path, lambda found: _sign(found, signer, progress))
@@ -60,7 +61,7 @@ def sign(
 
 def _sign(found: Found, signer: PrivateKey, progress: Progress) -> str:
     if problem := problem_of(found):
-        raise CorruptionError(f"{found.path} is not whole, and was not signed: {problem}")
+        raise CorruptionError(f"{found.path} is incomplete, and was not signed: {problem}")
     store, name = locate(found.path)
     sizes = _files_of(found, store, name)
     with metered(progress, sum(sizes.values()), "signing") as meter:
@@ -72,7 +73,7 @@ def _sign(found: Found, signer: PrivateKey, progress: Progress) -> str:
     def replaced(before: bytes | None) -> bytes:
         if before is not None:
             _require_ours(before, place)
-        # A save has other names for its files, and waits while this is looked at.
+        # A save uses new names for its files, and waits during this look.
         if has_new_versions(found) or _files_of(found, store, name) != sizes:
             raise ReplacedError
         return document
@@ -88,7 +89,7 @@ def _files_of(found: Found, store: Store, name: str) -> dict[str, int]:
     sizes = files_to_sign(store)
     if links := [printable(file) for file in sizes if not store.is_file(file)]:
         raise ValueError(
-            f"{store.url} has links, which cannot be signed: {few(links)}; sign a copy that has the files themselves"
+            f"{store.url} has links, which cannot be signed: {few(links)}; sign a copy with regular files"
         )
     return sizes
 
@@ -101,7 +102,7 @@ def _nbytes_of_single(found: Found, store: Store, name: str) -> int:
 
 
 def _require_ours(data: bytes, place: str) -> None:
-    """Refuse to replace what is not a signature by eformer."""
+    """Raise FileExistsError if the file at `place` is not a signature by eformer."""
     try:
         parse_envelope(data, place)
     except SignatureError as error:

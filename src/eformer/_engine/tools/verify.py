@@ -20,7 +20,7 @@ from eformer._engine.formats.steps import is_of_orbax, is_run, steps_in
 from eformer._engine.loading.fetch import check
 from eformer._engine.loading.read_plan import Want
 from eformer._engine.record.digests import xxh3_128
-from eformer._engine.record.text import count, few, glance
+from eformer._engine.record.text import count, few, glance, size
 from eformer._engine.runs.steps import path_of_step, steps
 from eformer._engine.stores.cache import caching
 from eformer._engine.stores.keys import public_key
@@ -47,16 +47,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Report what `verify` found. `print` shows it.
+    """The result of `verify`. `print` shows it.
 
     damages         every damaged or missing range of bytes
-    has_digests     False for files of other programs: only their structure and completeness could be checked
-    has_checksums   whether such files have checksums of their own, which were compared
-    left_out        files of the directory that are not read and may hold leaves
-    is_signed       whether there is a signature, which is checked only with a key
-    signed_by       the id of the key whose signature was checked; what differs from it is in `damages`
-    steps           of a run: the report of each step. The counts are then sums, and the damages have paths from the run
-    ok              whether nothing is damaged and nothing left out
+    has_digests     False for files of other programs: eformer checks their structure and completeness only
+    has_checksums   whether the files of another program have checksums of their own, which were compared
+    left_out        files in the directory that are not read and may hold leaves
+    is_signed       whether a signature exists; it is checked only with a key
+    signed_by       the id of the key whose signature was checked; differences from the signed bytes are in `damages`
+    steps           for a run, the result for each step. The counts are then sums, and the damages have paths from the
+                    run
+    ok              whether nothing is damaged and no file is left out
     """
 
     path: str
@@ -73,7 +74,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is damaged and nothing left out."""
+        """Whether nothing is damaged and no file is left out."""
         return not self.damages and not self.left_out
 
     def __repr__(self) -> str:
@@ -85,7 +86,7 @@ class Verification:
         if not self.left_out:
             return self._checked
         number = count(len(self.left_out), "file")
-        return f"{self._checked}\n  {number} left out, which may hold leaves: {few(self.left_out)}"
+        return f"{self._checked}\n  {number} not read, which may hold leaves: {few(self.left_out)}"
 
     @property
     def _checked(self) -> str:
@@ -98,7 +99,8 @@ class Verification:
             how = "every digest matches"
         elif self.has_checksums:
             how = "every checksum matches"
-        return f"{self.path}: {self.leaves} leaves, {self.nbytes} bytes: {how}{self._signed}"
+        leaves = count(self.leaves, "leaf", "leaves")
+        return f"{self.path}: {leaves}, {size(self.nbytes)}: {how}{self._signed}"
 
     @property
     def _signed(self) -> str:
@@ -115,33 +117,34 @@ def verify(
     key: Key | None = None,
     progress: Progress = None,
 ) -> Verification:
-    """Check every leaf of every tree at `path`, and the headers of the files, against their digests; and that the
-    indexes for other readers, and the marks of databases, are those of the manifest.
+    """Check every leaf of every tree at `path`, and the headers of the files, against their digests.
 
-    All damage is in the report; only a manifest that cannot be read raises. Files in a directory of another program
-    that are not read and may hold leaves are reported as left out. `progress` is True for a progress bar, or a
+    Also check that the indexes for other readers, and the marks of databases, agree with the manifest.
+
+    The result lists all damage; only a manifest that cannot be read raises. For a directory of another program, the
+    result also lists the files that are not read and may hold leaves. `progress` is True for a progress bar, or a
     function of the bytes read and the total.
 
-    The path of a run checks all of its steps; `step` checks one of them. A step that cannot be read at all is a damage
-    then. `Verification.steps` has the report of each step.
+    The path of a run checks all of its steps; `step` checks one step. A step that cannot be read at all counts as
+    damage then. `Verification.steps` has the result for each step.
 
-    `key` is a public key: the path of a PEM file, or its content. Every byte of every file is then compared with what
-    its owner has signed, too; files that were added or removed since are damages. A checkpoint that is not signed, or
-    by another key, raises SignatureError; in a run it is a damage.
+    `key` is a public key: the path of a PEM file, or its content. With it, `verify` also compares every byte of every
+    file with the signature; files that were added or removed since count as damage. If the signature is missing or
+    belongs to another key, raise SignatureError; in a run this counts as damage.
 
     Example:
 
-        >>> report = verify("run/step-100")
-        >>> report.ok
+        >>> found = verify("run/step-100")
+        >>> found.ok
         True
-        >>> print(report)
-        run/step-100: 3 leaves, 384 bytes: every digest matches
+        >>> print(found)
+        run/step-100: 3 leaves, 384 B: every digest matches
         >>> [each.path for each in verify("run").steps]
         ['run/step-100', 'run/step-200', 'run/step-300']
     """
     path = path_of_step(path, step)
     signed_by = None if key is None else public_key(key)
-    with caching(False):  # it is the checkpoint that has to be checked
+    with caching(False):  # check the checkpoint itself, not copies of it
         if step is None and is_run(store_at(path)):
             return _verify_run(path, signed_by, progress)
         return _verify_one(path, signed_by, progress)
@@ -149,46 +152,46 @@ def verify(
 
 def _verify_one(path: str | os.PathLike[str], key: PublicKey | None, progress: Progress) -> Verification:
     if key is None:
-        return reread(path, lambda found: _report(found, progress))
+        return reread(path, lambda found: _verify_found(found, progress))
     return _verify_signed(path, key, progress)
 
 
 def _verify_run(path: str | os.PathLike[str], key: PublicKey | None, progress: Progress) -> Verification:
-    """Check the steps of a run, one after the other. Leave out steps that are removed meanwhile."""
-    reports: list[Verification] = []
-    while not reports:
+    """Check the steps of a run in turn. Skip steps that are removed meanwhile."""
+    checked: list[Verification] = []
+    while not checked:
         if not (there := steps(path)):
-            raise NotFoundError(f"{store_at(path).url} has no steps any more: they were removed meanwhile")
-        reports = [
-            report
+            raise NotFoundError(f"{store_at(path).url} has no steps: they were removed during the check")
+        checked = [
+            one
             for step in there
-            if not ((report := _report_of(step.path, key, progress)).damages and _is_gone(step))
+            if not ((one := _verify_step(step.path, key, progress)).damages and _is_gone(step))
         ]
     store = store_at(path)
     if later := later_of_flax(store):
-        reports.append(_report_of(store.path_to(later), key, progress))
-    named = [(report.path.rpartition("/")[2], report) for report in reports]
+        checked.append(_verify_step(store.path_to(later), key, progress))
+    named = [(one.path.rpartition("/")[2], one) for one in checked]
     return Verification(
         path=store.url,
-        trees=sum(report.trees for report in reports),
-        leaves=sum(report.leaves for report in reports),
-        nbytes=sum(report.nbytes for report in reports),
-        has_digests=all(report.has_digests for report in reports),
+        trees=sum(one.trees for one in checked),
+        leaves=sum(one.leaves for one in checked),
+        nbytes=sum(one.nbytes for one in checked),
+        has_digests=all(one.has_digests for one in checked),
         damages=tuple(
             replace(damage, file=f"{name}/{damage.file}".rstrip("/"))
-            for name, report in named
-            for damage in report.damages
+            for name, one in named
+            for damage in one.damages
         ),
-        has_checksums=all(report.has_checksums for report in reports),
-        left_out=tuple(f"{name}/{file}" for name, report in named for file in report.left_out),
-        is_signed=all(report.is_signed for report in reports),
+        has_checksums=all(one.has_checksums for one in checked),
+        left_out=tuple(f"{name}/{file}" for name, one in named for file in one.left_out),
+        is_signed=all(one.is_signed for one in checked),
         signed_by=None if key is None else key.id,
-        steps=tuple(reports),
+        steps=tuple(checked),
     )
 
 
-def _report_of(path: str, key: PublicKey | None, progress: Progress) -> Verification:
-    """Check one of several checkpoints. That it cannot be read is a damage, too."""
+def _verify_step(path: str, key: PublicKey | None, progress: Progress) -> Verification:
+    """Check one of several checkpoints. A checkpoint that cannot be read counts as damaged."""
     try:
         _require_inside(path)
         return _verify_one(path, key, progress)
@@ -198,7 +201,7 @@ def _report_of(path: str, key: PublicKey | None, progress: Progress) -> Verifica
 
 
 def _require_inside(path: str) -> None:
-    """Refuse a step of Orbax that is a link out of its run, as a load of the run does."""
+    """Raise FormatError if a step of Orbax is a link out of its run: a load of the run refuses it, too."""
     store, name = store_at(path).parent()
     if (run := on_disk(store)) and is_of_orbax(store, name):
         inside_run(run, name)
@@ -219,15 +222,15 @@ def _verify_signed(path: str | os.PathLike[str], key: PublicKey, progress: Progr
     _, altered = look_at_signed(store, scope, key, find_damages)
     where = store.path_to(name) if name else store.url
     try:
-        report = reread(where, lambda found: _report(found, progress))
+        found = reread(where, lambda found: _verify_found(found, progress))
     except (EformerError, OSError):
         if not altered:
             raise
-        report = Verification(where, 0, 0, 0, False, ())  # what was altered says enough
-    return replace(report, damages=(*altered, *report.damages), signed_by=key.id)
+        found = Verification(where, 0, 0, 0, False, ())  # the altered bytes explain the failure
+    return replace(found, damages=(*altered, *found.damages), signed_by=key.id)
 
 
-def _report(found: Found, progress: Progress) -> Verification:
+def _verify_found(found: Found, progress: Progress) -> Verification:
     trees, damages = _readable_trees(found)
     with metered(progress, sum(tree.nbytes for tree in trees), "verifying") as meter:
         damages += [damage for tree in trees for damage in _damages(found, tree, meter)]
@@ -250,7 +253,7 @@ def _report(found: Found, progress: Progress) -> Verification:
 
 
 def _readable_trees(found: Found) -> tuple[list[TreeEntry], list[Damage]]:
-    """Return the trees whose process records can be read, and the damage of the others."""
+    """Return the trees whose process records can be read, and the damage of all other trees."""
     trees, damages = [], []
     for prefix, record in found.manifest.trees.items():
         if record.parts:
@@ -290,7 +293,7 @@ def _damages(found: Found, tree: TreeEntry, meter: Meter) -> list[Damage]:
 
 
 def _damages_of_files(tree: TreeEntry, files: Files, threads: int) -> tuple[list[Damage], dict[int, str]]:
-    """Check files outside their leaves, several at once. Return what is damaged, and why files cannot be read."""
+    """Check the headers and lengths of files, several in parallel. Return the damage, and why files cannot be read."""
     damages: list[list[Damage]] = [[] for _ in tree.files]
     lost: dict[int, str] = {}
 
@@ -311,11 +314,12 @@ def _lost(leaf: str, tree: TreeEntry, file: int, start: int, nbytes: int, why: s
 
 
 def _file_damages(tree: TreeEntry, number: int, files: Files) -> Iterator[Damage]:
-    """Check a file outside its leaves: its length, and its header, which other readers rely on."""
+    """Check the length of a file, and its header, which other readers rely on."""
     file, name = tree.files[number], tree.path_of(number)
     nbytes = files.nbytes(number)
     if nbytes != file.nbytes:
-        yield Damage("", name, 0, nbytes, f"are the whole file, expected {file.nbytes} bytes")
+        problem = f"is {nbytes} bytes long, expected {file.nbytes}; restore it from a copy"
+        yield Damage("", name, 0, 0, problem)
     if file.header and nbytes >= file.header_nbytes:
         header = bytearray(file.header_nbytes)
         found = files.read_into(number, memoryview(header), 0)
@@ -323,6 +327,6 @@ def _file_damages(tree: TreeEntry, number: int, files: Files) -> Iterator[Damage
         if digest != file.header:
             problem = (
                 f"are damaged: their digest is {digest}, expected {file.header}. They are the header, which only other "
-                "readers use"
+                "programs read"
             )
             yield Damage("", name, 0, file.header_nbytes, problem)

@@ -1,4 +1,4 @@
-"""Open a checkpoint as a mapping from names to leaves, and read only the parts that are indexed. No jax."""
+"""Open a checkpoint as a mapping from names to leaves, and read only the indexed elements. No jax."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import builtins
 import operator
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -14,10 +15,11 @@ from eformer._engine.formats.find import look_at, signer_of, was_replaced
 from eformer._engine.loading.fetch import fetch
 from eformer._engine.loading.read_plan import Want, plan_reads
 from eformer._engine.record.boxes import Box
+from eformer._engine.record.digests import NO_DIGEST
 from eformer._engine.record.display import Shown
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.lazy import lazy_property
-from eformer._engine.record.manifest import Leaves, Manifest
+from eformer._engine.record.manifest import Leaves
 from eformer._engine.record.names import Spellings, ambiguous, with_nearest
 from eformer._engine.record.values import value_from_json
 from eformer._engine.stores.cache import caching
@@ -39,22 +41,42 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 
-class Inspected(Manifest, frozen=True, kw_only=True):
-    """The record of a checkpoint, with the files in its directory that are not read and may hold leaves.
+@dataclass(frozen=True, slots=True, repr=False)
+class Inspection(Shown):
+    """The facts about a checkpoint. `print` and notebooks show them as a folded tree.
 
-    `signed_by` is the id of the key that has signed it, by the signature's own account: only `verify` checks that.
+    format      the name of the format, such as "safetensors"
+    version     the version of the manifest
+    trees       the trees by prefix; a tree that was saved without a prefix is under ""
+    left_out    files in the directory that are not read and may hold leaves
+    signed_by   the id of the key that has signed the checkpoint, as the signature claims: only `verify` checks it
+    digest      the digest of the manifest, which differs after every save
     """
 
+    format: str
+    version: int
+    trees: dict[str, TreeEntry]
     left_out: tuple[str, ...] = ()
     signed_by: str | None = None
+    digest: str = NO_DIGEST
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The metadata of the tree without a prefix, or of the only tree."""
+        if "" not in self.trees and len(self.trees) != 1:
+            raise ValueError(
+                f"the checkpoint holds several trees; use .trees[prefix].metadata, prefix one of {sorted(self.trees)}"
+            )
+        prefix = "" if "" in self.trees else next(iter(self.trees))
+        return self.trees[prefix].metadata
 
     def _shown(self) -> tuple[str, Sequence[TreeSummary], Sequence[str]]:
-        title, trees, _ = super()._shown()
-        return title, trees, self.left_out
+        trees = [tree.summary(prefix) for prefix, tree in self.trees.items()]
+        return f"checkpoint ({self.format})", trees, self.left_out
 
 
 @uninterrupted
-def inspect(path: str | os.PathLike[str]) -> Inspected:
+def inspect(path: str | os.PathLike[str]) -> Inspection:
     """Read the record of the checkpoint at `path`: format, trees, leaves, shapes, dtypes, metadata. Reads no data.
 
     Example:
@@ -68,15 +90,14 @@ def inspect(path: str | os.PathLike[str]) -> Inspected:
     return look_at(path, _inspected)
 
 
-def _inspected(found: Found) -> Inspected:
-    record = found.manifest
-    return Inspected(
-        digest=record.digest,
-        format=record.format,
-        version=record.version,
+def _inspected(found: Found) -> Inspection:
+    return Inspection(
+        format=found.manifest.format,
+        version=found.manifest.version,
         trees=dict(found.trees),
         left_out=found.left_out(),
         signed_by=signer_of(found),
+        digest=found.manifest.digest,
     )
 
 
@@ -90,9 +111,9 @@ def open(  # noqa: A001
 ) -> View:
     """Open one tree of the checkpoint at `path` as a mapping from names to leaves. Reads no data.
 
-    Indexing a leaf reads those elements and checks them against their digests. `prefix` chooses the tree, if there are
-    several. The elements are those that are stored; those of a quantised model lack their scales. `cache` keeps what is
-    read from a bucket, and `key` refuses what its owner has not signed, see `load`.
+    Indexing a leaf reads the indexed elements and checks them against their digests. `prefix` selects one of several
+    trees. Elements come as stored; the elements of a quantised model lack their scales. `cache` keeps bytes from a
+    bucket on the disk. With `key`, a public key, bytes that its owner has not signed raise an error, as in `load`.
 
     Example:
 
@@ -107,11 +128,11 @@ def open(  # noqa: A001
 class View(Shown, Mapping[str, Any]):
     """Map names to arrays that are read when they are indexed, and to plain values.
 
-    A name may be escaped, as iteration yields it, or as people write it. The name of a subtree gives a dict of its
-    leaves by their names.
+    A name may be escaped, as iteration yields it, or readable. The name of a subtree gives a dict of its leaves by
+    their names.
 
-    A view keeps up to 256 files of its checkpoint open, and so stays readable when a newer save replaces them. Close
-    it, or use it as a context manager.
+    A view keeps up to 256 files of its checkpoint open, so it stays readable when a newer save replaces them. Close it,
+    or use it as a context manager.
     """
 
     def __init__(self, found: Found, prefix: str | None, cache: Cached = None, *, holds: bool = True) -> None:
@@ -190,7 +211,7 @@ class View(Shown, Mapping[str, Any]):
 
     @uninterrupted
     def close(self) -> None:
-        """Close the files. Arrays of the view cannot be read any more."""
+        """Close the files. Later reads raise ValueError."""
         self._is_open = False
         self._files.close()
 
@@ -201,7 +222,9 @@ class View(Shown, Mapping[str, Any]):
         self.close()
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if getattr(self, "_files", None) and not is_finalizing():  # the interpreter closes everything then
+        if (
+            getattr(self, "_files", None) and not is_finalizing()
+        ):  # at its end the interpreter closes all files
             self.close()
 
     def __reduce__(self) -> Any:
@@ -211,12 +234,12 @@ class View(Shown, Mapping[str, Any]):
     def _shown(self) -> tuple[str, Sequence[TreeSummary], Sequence[str]]:
         return f"{self._path} ({self.format})", [self._tree.summary(self._prefix)], self.left_out
 
-    def read(self, name: str, entry: LeafEntry, region: Box, threads: int | None = None) -> Array:
-        ((array,),) = self._fetch([Want(name, entry, entry.dtype, [region])], threads)
+    def read(self, name: str, entry: LeafEntry, box: Box, threads: int | None = None) -> Array:
+        ((array,),) = self._fetch([Want(name, entry, entry.dtype, [box])], threads)
         return array
 
     def read_all(self, names: Sequence[str]) -> dict[str, Array]:
-        """Read the arrays of these `names` at once, which is much faster than one by one if they are small."""
+        """Read the arrays of these `names` together: for small arrays much faster than one by one."""
         wants = [Want(name, entry := self._entries[name], entry.dtype) for name in names]
         return {name: array for name, (array,) in zip(names, self._fetch(wants), strict=True)}
 
@@ -242,7 +265,7 @@ class View(Shown, Mapping[str, Any]):
 
 
 def open_incomplete(path: str | os.PathLike[str], *, prefix: str | None = None) -> View:
-    """Open a tree although files of it may be missing: reading one of their leaves raises CorruptionError."""
+    """Open a tree even if some of its files are missing: reading a leaf in them raises CorruptionError."""
     return look_at(path, lambda found: View(found, prefix, holds=False))
 
 
@@ -255,7 +278,7 @@ def _opened(
 
 
 class LeafView:
-    """One array of a checkpoint. Indexing reads the elements asked for, and checks them."""
+    """One array of a checkpoint. Indexing reads the indexed elements and checks them."""
 
     def __init__(self, view: View, name: str, entry: LeafEntry) -> None:
         self._view, self.name, self.entry = view, name, entry
@@ -281,11 +304,11 @@ class LeafView:
 
     def __getitem__(self, index: Any) -> Array:
         """Read as numpy indexes: integers, slices and an ellipsis."""
-        region, rest = _box(index, self.shape)
-        box = self._view.read(self.name, self.entry, region)
-        array: Array = box[rest]
-        # A few rows must not keep the whole box.
-        return array.copy() if 2 * array.size < box.size else array
+        box, rest = _box(index, self.shape)
+        whole = self._view.read(self.name, self.entry, box)
+        array: Array = whole[rest]
+        # A few rows must not keep the memory of the whole box.
+        return array.copy() if 2 * array.size < whole.size else array
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if copy is False:

@@ -12,11 +12,11 @@ import msgspec
 from eformer._engine.formats.write_format import ManifestIndex, is_committed, other_format
 from eformer._engine.formats.zarr.layout import plan_arrays
 from eformer._engine.formats.zarr.read import array_at, discover, read_index, structure_of
+from eformer._engine.record.by_process import ProcessRecord
 from eformer._engine.record.indexes import FORMAT, INDEX, MANIFEST, ORBAX_TREE, Index, Listed
 from eformer._engine.record.manifest import CommitLog, Manifest, TreeEntry
 from eformer._engine.record.names import escape, is_text
 from eformer._engine.record.planned import PlannedFile, Source, data_files, leaf_entries
-from eformer._engine.record.process_records import ProcessRecord
 from eformer._engine.record.text import few
 from eformer._engine.record.zarray import ZARRAY
 from eformer._engine.stores.base import Change, Replaced, Store, Upload, require_short

@@ -1,7 +1,8 @@
-"""Say which process records have boxes of which leaves, so that a load reads only the records that it needs.
+"""Record which process wrote which boxes, so that a load reads only the process records that it needs.
 
-Leaves of which a file has the same boxes share one entry, and files that hold the same leaves share the list of these.
-The table of 1,000 processes that cut 100,000 leaves alike is a few hundred kilobytes.
+The table must stay small: it is in the manifest, which every process reads. So leaves that have the same boxes in a
+file share one entry, and files with the same leaves share the list of their numbers. The table of 1,000 processes that
+shard 100,000 leaves alike is a few hundred kilobytes.
 """
 
 from __future__ import annotations
@@ -26,38 +27,39 @@ if TYPE_CHECKING:
 
 Bounds = tuple[tuple[int, ...], tuple[int, ...]]
 
-# Bytes of the table of one process: it travels, and those of 1,000 processes shall not take a second.
+# Bytes of the table of one process. All processes send their tables to one: 1,000 tables must take less than a second.
 _MOST_BYTES = 2**15
 _MOST_ENTRIES = _MOST_BYTES // 16
-_MOST_BOXES = 8  # of one leaf in one file; more become the box around them
+_MOST_BOXES = 8  # of one leaf in one file; more boxes become the box around all of them
 _NUMBER = np.dtype("<u4")
 
 
-class Held(Struct, frozen=True, array_like=True, gc=False):
-    """The boxes that a file has of each leaf in a list, given by its number; None for whole leaves."""
+class OwnedLeaves(Struct, frozen=True, array_like=True, gc=False):
+    """A list of leaves, by its number, and the boxes that a file has of each of them; None for whole leaves."""
 
     leaves: int
     boxes: tuple[Bounds, ...] | None = None
 
 
-class Holdings(Struct, frozen=True):
-    """What each file with a process record has, in the order of the files.
+class Owners(Struct, frozen=True):
+    """The leaves and boxes of each file with a process record, in the order of the files.
 
     `leaves` are lists of leaves by their numbers in the tree: the differences of ascending numbers, four bytes each,
-    compressed by zlib. A box may be larger than what the file has of it, never smaller.
+    compressed by zlib. A box may be larger than the written part of the leaf, never smaller.
     """
 
     leaves: tuple[bytes, ...] = ()
-    files: tuple[tuple[Held, ...], ...] = ()
+    files: tuple[tuple[OwnedLeaves, ...], ...] = ()
 
 
 # ----------------------------------------------------------------------------------------------- write
 
 
-def holdings_of(groups: Sequence[Sequence[PlannedFile]], numbers: Mapping[str, int]) -> Holdings | None:
-    """Tell what one process has written; None if its leaves are cut in too many ways to tell briefly.
+def owners_of(groups: Sequence[Sequence[PlannedFile]], numbers: Mapping[str, int]) -> Owners | None:
+    """Return the table of one process; None if the table would be too long, because its leaves have too many different
+    boxes.
 
-    Each group of files has one record. `numbers` are those of all leaves of the tree.
+    Each group of files has one record. `numbers` has the number of every leaf of the tree.
     """
     lists: dict[bytes, int] = {}
     files = []
@@ -67,62 +69,62 @@ def holdings_of(groups: Sequence[Sequence[PlannedFile]], numbers: Mapping[str, i
             return None
         files.append(
             tuple(
-                Held(lists.setdefault(pack(leaves), len(lists)), boxes or None)
+                OwnedLeaves(lists.setdefault(pack_numbers(leaves), len(lists)), boxes or None)
                 for boxes, leaves in alike.items()
             )
         )
-    found = Holdings(tuple(lists), tuple(files))
+    found = Owners(tuple(lists), tuple(files))
     return found if len(msgspec.msgpack.encode(found)) <= _MOST_BYTES else None
 
 
 def _alike(files: Iterable[PlannedFile], numbers: Mapping[str, int]) -> dict[tuple[Bounds, ...], list[int]]:
-    """Group the leaves in the files by their boxes; no boxes for whole leaves."""
-    regions: dict[str, list[Box]] = {}
+    """Group the leaves in the files by their boxes. Whole leaves have no boxes."""
+    by_name: dict[str, list[Box]] = {}
     for file in files:
         for extent in file.extents:
-            found = regions.setdefault(extent.source.name, [])
+            found = by_name.setdefault(extent.source.name, [])
             if extent.region is not None:
                 found.append(extent.region)
     alike: dict[tuple[Bounds, ...], list[int]] = {}
-    for name, boxes in regions.items():
+    for name, boxes in by_name.items():
         alike.setdefault(_few(boxes), []).append(numbers[name])
     return alike
 
 
-def _few(regions: Sequence[Box]) -> tuple[Bounds, ...]:
-    if len(regions) > _MOST_BOXES:
-        regions = [bounding(regions)]
-    return tuple((region.start, region.stop) for region in regions)
+def _few(boxes: Sequence[Box]) -> tuple[Bounds, ...]:
+    if len(boxes) > _MOST_BOXES:
+        boxes = [bounding(boxes)]
+    return tuple((box.start, box.stop) for box in boxes)
 
 
-def joined_holdings(holdings: Iterable[Holdings | None]) -> Holdings | None:
-    """Join the tables of all processes, in their order; None if one of them has none."""
+def joined_owners(owners: Iterable[Owners | None]) -> Owners | None:
+    """Join the tables of all processes, in their order; None if a table is None."""
     lists: dict[bytes, int] = {}
     files = []
-    for one in holdings:
+    for one in owners:
         if one is None:
             return None
         numbers = [lists.setdefault(leaves, len(lists)) for leaves in one.leaves]
-        files += [tuple(Held(numbers[held.leaves], held.boxes) for held in file) for file in one.files]
-    return Holdings(tuple(lists), tuple(files))
+        files += [tuple(OwnedLeaves(numbers[held.leaves], held.boxes) for held in file) for file in one.files]
+    return Owners(tuple(lists), tuple(files))
 
 
 # ------------------------------------------------------------------------------------------------ read
 
 
-def holders(holdings: Holdings, count: int, wants: Iterable[tuple[int, Sequence[Box] | None]]) -> list[int]:
-    """Return the numbers of the files whose records have wanted boxes of a tree of `count` leaves.
+def files_with(owners: Owners, count: int, wants: Iterable[tuple[int, Sequence[Box] | None]]) -> list[int]:
+    """Return the numbers of the files whose records have wanted boxes, of a tree of `count` leaves.
 
-    A want is the number of a leaf and the boxes of it; None for the whole leaf. No leaf is wanted twice.
+    A want is the number of a leaf and its wanted boxes; None for the whole leaf. Each leaf is wanted at most once.
     """
     kinds: dict[tuple[Box, ...] | None, int] = {}
     kind_of = np.full(count, -1, np.int64)
-    for leaf, regions in wants:
-        kind_of[leaf] = kinds.setdefault(None if regions is None else tuple(regions), len(kinds))
-    wanted = _wanted(holdings, kind_of, list(kinds))
+    for leaf, asked in wants:
+        kind_of[leaf] = kinds.setdefault(None if asked is None else tuple(asked), len(kinds))
+    wanted = _wanted(owners, kind_of, list(kinds))
     boxes: dict[int, list[tuple[int, Bounds]]] = {}
     found: set[int] = set()
-    for number, file in enumerate(holdings.files):
+    for number, file in enumerate(owners.files):
         for held in file:
             if held.leaves not in wanted:
                 continue
@@ -136,13 +138,13 @@ def holders(holdings: Holdings, count: int, wants: Iterable[tuple[int, Sequence[
 
 
 def _wanted(
-    holdings: Holdings, kind_of: Numbers, kinds: Sequence[tuple[Box, ...] | None]
+    owners: Owners, kind_of: Numbers, kinds: Sequence[tuple[Box, ...] | None]
 ) -> dict[int, set[Box] | None]:
-    """Return by list of leaves the boxes that are wanted of one of them; None for all. Lists that nobody wants are left
-    out."""
+    """Return the boxes that are wanted of any leaf in a list, by the number of the list; None for whole leaves. Skip
+    lists without a wanted leaf."""
     wanted: dict[int, set[Box] | None] = {}
-    for number, packed in enumerate(holdings.leaves):
-        there = kind_of[unpack(packed, len(kind_of))]
+    for number, packed in enumerate(owners.leaves):
+        there = kind_of[unpack_numbers(packed, len(kind_of))]
         found = [kinds[kind] for kind in np.unique(there[there >= 0])]
         if found:
             is_whole = any(boxes is None for boxes in found)
@@ -151,14 +153,14 @@ def _wanted(
 
 
 def _overlapping(candidates: Sequence[tuple[int, Bounds]], wanted: Iterable[Box]) -> Iterator[int]:
-    """Yield the files of the boxes that overlap a wanted one."""
+    """Yield the files whose boxes overlap a wanted box."""
     try:
         starts = np.array([start for _, (start, _) in candidates], np.int64)
         stops = np.array([stop for _, (_, stop) in candidates], np.int64)
         hit = np.zeros(len(candidates), bool)
         for box in wanted:
             if starts.shape[1:] != (len(box.start),):
-                raise ValueError("boxes of another number of axes than their leaves have")
+                raise ValueError("the boxes and their leaves have different numbers of axes")
             hit |= ((starts < box.stop) & (stops > box.start)).all(axis=1)
     except (ValueError, OverflowError) as error:
         raise FormatError(f"the manifest's table of holdings is invalid: {error}") from error
@@ -168,14 +170,14 @@ def _overlapping(candidates: Sequence[tuple[int, Bounds]], wanted: Iterable[Box]
 # ----------------------------------------------------------------------------------------------- lists
 
 
-def pack(numbers: Iterable[int]) -> bytes:
-    """Write down a list of different numbers, in ascending order."""
+def pack_numbers(numbers: Iterable[int]) -> bytes:
+    """Encode a list of distinct numbers, in ascending order."""
     ascending = np.sort(np.fromiter(numbers, np.int64))
     return zlib.compress(np.diff(ascending, prepend=0).astype(_NUMBER).tobytes())
 
 
-def unpack(packed: bytes, count: int) -> Numbers:
-    """Read a list of different numbers below `count`."""
+def unpack_numbers(packed: bytes, count: int) -> Numbers:
+    """Decode a list of distinct numbers below `count`."""
     decompress = zlib.decompressobj()
     try:
         data = decompress.decompress(packed, max(1, count * _NUMBER.itemsize))

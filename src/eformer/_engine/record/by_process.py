@@ -1,4 +1,4 @@
-"""The records of several processes that wrote one tree: each has the extents that its process wrote."""
+"""The records of several processes that wrote one tree. Each has the extents that its process wrote."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class ProcessRecord(Struct, omit_defaults=True):
 
 
 def with_records(tree: TreeEntry, records: Mapping[int, ProcessRecord]) -> TreeEntry:
-    """Return the tree as if one process had written it. `records` are those of all its files, by number."""
+    """Return the tree as if one process had written it. `records` are the records of all its files, by number."""
     entries = tree.listed_leaves()
     files, leaves = _joined(tree, entries, records, entries)
     tree = replace(
-        tree, files=files, parts=msgspec.UNSET, holdings=msgspec.UNSET, raw_leaves=encode_leaves(leaves)
+        tree, files=files, parts=msgspec.UNSET, owners=msgspec.UNSET, raw_leaves=encode_leaves(leaves)
     )
     check_tree(tree)
     return tree
@@ -62,15 +62,15 @@ def with_some_records(
     records: Mapping[int, ProcessRecord],
     wanted: Mapping[str, Sequence[Box] | None],
 ) -> BoxedTree:
-    """Return the tree with the `wanted` leaves alone, and of these at least the wanted boxes; None is a whole leaf.
+    """Return the tree with the `wanted` leaves alone, and at least their wanted boxes; None is a whole leaf.
 
-    `records` are those of the files that hold the boxes, by number. Raise a FormatError if a box is not in them.
+    `records` are the records of the files that hold the boxes, by number. Raise a FormatError if a box is missing.
     """
     files, leaves = _joined(tree, entries, records, wanted)
-    boxed = boxed_tree(tree, leaves, files=files, parts=msgspec.UNSET, holdings=msgspec.UNSET)
+    boxed = boxed_tree(tree, leaves, files=files, parts=msgspec.UNSET, owners=msgspec.UNSET)
     check_tree(boxed)
-    for name, regions in wanted.items():
-        check_boxes(name, leaves[name], regions, boxed)
+    for name, boxes in wanted.items():
+        check_boxes(name, leaves[name], boxes, boxed)
     return boxed
 
 
