@@ -358,7 +358,7 @@ def _data(array: jax.Array, number: int) -> Any:
 
 def _plain_value(leaf: Any) -> Any:
     value = value_to_json(leaf)
-    if not is_recorded(value):
+    if type(value) is dict and not is_recorded(value):  # all other JSON is the value itself
         if is_code(leaf):  # an activation of Equinox, say
             return code_to_json(leaf)
         kind = type(leaf)

@@ -74,8 +74,8 @@ def _walk(tree: Any, states: Sequence[Any]) -> tuple[dict[str, Any], Any, list[A
         holder, slot, node, name, depth = todo.pop()
         kind = type(node)
         if kind not in describers:
-            describers[kind] = _describer(kind)
-            if is_module(node):
+            describers[kind] = _BUILTIN.get(kind) or _describer(kind)
+            if kind not in _BUILTIN and is_module(node):
                 module_kinds.add(kind)
             elif describers[kind] is None:
                 leaf_kinds.add(kind)
@@ -129,10 +129,10 @@ class _Described(Struct, gc=False):
 
 
 def _describer(kind: type) -> _Describe | None:
-    """Return the function that describes nodes of this type, or None for leaves."""
+    """Return the function that describes nodes of a type that is not builtin, or None for leaves."""
     if not is_node(kind):
         return None
-    return _BUILTIN.get(kind) or (_namedtuple if is_namedtuple(kind) else _custom)
+    return _namedtuple if is_namedtuple(kind) else _custom
 
 
 def _dict(node: dict[Any, Any]) -> _Described:
