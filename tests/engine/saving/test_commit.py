@@ -219,8 +219,21 @@ def test_pending_saves_finish_when_the_interpreter_exits(tmp_path):
 
 
 def test_an_unknown_format_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="unknown format 'zip'"):
+    with pytest.raises(ValueError, match=r"unknown format 'zip'; expected safetensors or zarr$"):
         save({}, tmp_path, format="zip")
+
+
+def test_zarr_and_tensorstore_are_one_format(tmp_path):
+    for name in ("zarr", "tensorstore"):
+        save({"w": np.arange(3)}, tmp_path / name, format=name)
+        assert checkpoint.inspect(tmp_path / name).format == "tensorstore"  # the word on disk
+    save({"w": np.arange(4)}, tmp_path / "tensorstore", format="zarr", options={"reuse": tmp_path / "zarr"})
+    save({"w": np.arange(3)}, tmp_path / "tensorstore", format="zarr", options={"reuse": True})
+    assert (checkpoint.load(tmp_path / "tensorstore")["w"] == np.arange(3)).all()
+    with pytest.raises(
+        ValueError, match=r"'x.safetensors' is the name of a safetensors file, and the format is 'zarr'"
+    ):
+        save({}, tmp_path / "x.safetensors", format="tensorstore")
 
 
 @pytest.mark.parametrize(

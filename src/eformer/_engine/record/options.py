@@ -39,7 +39,7 @@ class SaveOptions:
     store_options     a dict of options of the bucket, see `store_options`; from this call on they hold for the path and
                       all below it
 
-    Only for the format "tensorstore":
+    Only for the format "zarr":
 
     max_chunk_bytes   maximum size of a chunk, which is a shard or rows of one; None for 1 GiB, or 8 MiB if chunks are
                       compressed or stored in a database

@@ -17,7 +17,7 @@ from eformer._engine.formats.safetensors.write import SafetensorsDirectory, Safe
 from eformer._engine.formats.zarr.arrays import ZarrArrays
 from eformer._engine.formats.zarr.layout import array_path
 from eformer._engine.processes.hosts import told_to_all
-from eformer._engine.record.indexes import Listed
+from eformer._engine.record.indexes import FORMAT, Listed
 from eformer._engine.record.manifest import Receipt, encode_leaves
 from eformer._engine.record.planned import data_files, leaf_entries
 from eformer._engine.saving.commit import commit_of
@@ -46,7 +46,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("eformer")
 
-Format = Literal["safetensors", "tensorstore"]
+Format = Literal["safetensors", "zarr", "tensorstore"]
+Kind = Literal["safetensors", "zarr"]
+
+ALIASES: dict[str, Kind] = {FORMAT: "zarr"}
+"""The word by which manifests call zarr arrays, which arguments may use as well."""
 
 _MOST_WRITERS = 8  # threads: with more they wait for each other, and not for the disk
 
@@ -56,8 +60,8 @@ def carry_out(save: Save, progress: Progress = None, meter: Meter = SILENT) -> N
     it."""
     with ExitStack() as stack, told_to_all(save.hosts):
         stack.callback(save.turn.end)
-        limit = save.options.timeout
-        stack.enter_context(within(limit, f"SaveOptions(timeout={limit})"))
+        if (limit := save.options.timeout) is not None:
+            stack.enter_context(within(limit, f"SaveOptions(timeout={limit})"))
         save.format = save.new_format()
         if progress is not None:
             total = sum(map(save.format.own_nbytes, save.sources))
@@ -97,7 +101,7 @@ class Save:
     store: Store
     file: str
     prefix: str
-    kind: Format
+    kind: Kind
     sources: list[Source]
     tree: TreeEntry
     options: SaveOptions
@@ -122,7 +126,7 @@ class Save:
         """Make the format of this save, by the id that its tree has."""
         several, process = self.hosts.count > 1, self.hosts.index
         save_id, block = self.tree.save_id, self.tree.block
-        if self.kind == "tensorstore":
+        if self.kind == "zarr":
             arrays = {s.name: Listed(array_path(s.name), s.shape, s.dtype) for s in self.sources}
             return ZarrArrays(
                 self.prefix, save_id, block, self.options, arrays, self.has_index, several, process
@@ -147,10 +151,7 @@ class Save:
         """Write the part of the tree that this process has. Return its record: complete, synced, not yet visible."""
         staging = Staging(self.options.staging_bytes)
         sha256 = compute_sha256(self.sources, staging, self.threads) if self.options.checksums else {}
-        kept, files = self.plan(staging, sha256, meter)
-        # In the order of the tree, with the entries of leaves without elements, which no file may hold.
-        with gc_paused():
-            leaves = {s.name: s.entry((), sha256.get(s.name)) if 0 in s.shape else None for s in self.sources}
+        kept, files, leaves = self.plan(staging, sha256, meter)
         self.sources.clear()  # from here on only the files hold the arrays, and release each as it is written
         header = partial(self.format.header, sha256=sha256) if self.format.header_needs_digests else None
         write(files, self.upload, self.tree.block, staging, threads=self.threads, meter=meter, header=header)
@@ -160,8 +161,9 @@ class Save:
 
     def plan(
         self, staging: Staging, sha256: Mapping[str, str], meter: Meter
-    ) -> tuple[Kept, list[PlannedFile]]:
-        """Decide which files are kept of an earlier save, and which are written."""
+    ) -> tuple[Kept, list[PlannedFile], dict[str, LeafEntry | None]]:
+        """Decide which files are kept of an earlier save, and which are written. Return the leaves in the order of the
+        tree, too, with the entries of leaves without elements, which no file may hold."""
         kept, groups = Kept(), [self.sources]
         earlier = self._earlier() if self.options.reuse else None
         if self.kind == "safetensors" and self.options.reuse and self.hosts.count == 1:
@@ -174,9 +176,10 @@ class Save:
             meter.add(kept.nbytes)
         with gc_paused():
             files = self.format.layout(groups, sha256)
-        if self.kind == "tensorstore" and earlier:
+            leaves = {s.name: s.entry((), sha256.get(s.name)) if 0 in s.shape else None for s in self.sources}
+        if self.kind == "zarr" and earlier:
             meter.add(keep_chunks(earlier, files, self.upload, staging, self.threads))
-        return kept, files
+        return kept, files, leaves
 
     def _earlier(self) -> Earlier | None:
         """Find the checkpoint that this save may take leaves from, if there is one."""
@@ -188,7 +191,8 @@ class Save:
             return None
         turns.wait(self.before)
         place = self.store.url if reuse is True else os.fspath(reuse or "")
-        return find_earlier(place, self.prefix, self.kind, self.tree.block, to=self.store)
+        recorded = FORMAT if self.kind == "zarr" else self.kind
+        return find_earlier(place, self.prefix, recorded, self.tree.block, to=self.store)
 
     def receipt(
         self,
@@ -221,6 +225,5 @@ class Save:
 
     def recorded(self, receipt: Receipt) -> TreeEntry:
         """Return the tree as the manifest has it."""
-        with gc_paused():
-            leaves = encode_leaves(receipt.leaves)
-        return msgspec.structs.replace(self.tree, files=tuple(receipt.files), raw_leaves=leaves)
+        raw_leaves = encode_leaves(receipt.leaves)
+        return msgspec.structs.replace(self.tree, files=tuple(receipt.files), raw_leaves=raw_leaves)

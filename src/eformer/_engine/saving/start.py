@@ -14,7 +14,7 @@ from eformer._engine.record.dtypes import floating_dtype
 from eformer._engine.record.options import SaveOptions, options_from
 from eformer._engine.saving.commit import new_tree
 from eformer._engine.saving.pending import Pending, run_in_background
-from eformer._engine.saving.save import Format, Save, carry_out
+from eformer._engine.saving.save import ALIASES, Format, Kind, Save, carry_out
 from eformer._engine.saving.several import SaveOfSeveral
 from eformer._engine.saving.snapshot import metadata_to_json, snapshot
 from eformer._engine.stores.local import resolved
@@ -60,7 +60,7 @@ def save(
     path        a directory, which holds one tree for each prefix, or one file if it ends in ".safetensors". "~" and
                 file:// URLs are understood, and those of buckets: s3://, gs://, az:// and others
     prefix      the name of the tree in the directory
-    format      "safetensors", or "tensorstore" for zarr arrays
+    format      "safetensors", or "zarr" for a zarr array of each leaf; "tensorstore" is another name of "zarr"
     metadata    a dict of plain values that `inspect` gives back; arrays without axes become plain numbers
     options     a `SaveOptions`, or a dict of its fields
     overwrite   replace a ".safetensors" file that another program wrote. Checkpoints of eformer are replaced without
@@ -110,6 +110,7 @@ def save_async(
         'run/step-200'
     """
     refuse_swapped(tree, path, "save_async(tree, path)")
+    options = options_from(options)
     with held_back() as block:
         pending = Pending(os.fspath(path))
         block.otherwise = pending.give_up
@@ -134,7 +135,7 @@ def start(
     prefix: str | None = None,
     format: Format = "safetensors",  # noqa: A002
     metadata: Mapping[str, Any] | None = None,
-    options: SaveOptions | Mapping[str, Any] = _DEFAULT,
+    options: SaveOptions = _DEFAULT,
     overwrite: bool = False,
     detach: bool = False,
     write_index: bool = True,
@@ -147,13 +148,12 @@ def start(
     raises, the save fails with that error, and other processes hear of it. `hosts` are the processes that save
     together, if the caller knows better.
     """
-    options = options_from(options)
     hosts = hosts or _hosts.current("saves", options.processes, options.timeout)
     with _hosts.told_to_all(hosts):
-        _check_format(format, options, write_index=write_index)
+        form = _checked_format(format, options, write_index=write_index)
         remember(path, options.store_options)
         tree = first(tree) if first else tree
-        store, file = place_of(path, format)
+        store, file = _place_of(path, form)
         if hosts.count > 1 and file:
             raise ValueError(f"{store.path_to(file)}: several processes save to a directory, not to one file")
         if prefix is not None:
@@ -174,7 +174,7 @@ def start(
             store,
             file,
             prefix or "",
-            format,
+            form,
             sources,
             entry,
             options,
@@ -187,11 +187,11 @@ def start(
         )
 
 
-def place_of(path: str | os.PathLike[str], format: Format) -> tuple[Store, str]:  # noqa: A002
+def _place_of(path: str | os.PathLike[str], form: Kind) -> tuple[Store, str]:
     """Return the directory to save to and ""; or the directory of a file, and its name."""
     store, name = locate(absolute(path))
-    refuse_other_suffix(name, format)
-    if format == "safetensors" and name.endswith(SUFFIX) and name != SUFFIX:
+    refuse_other_suffix(name, form)
+    if form == "safetensors" and name.endswith(SUFFIX) and name != SUFFIX:
         return resolved(store)[0], name
     return store.at(name) if name else store, ""
 
@@ -202,17 +202,21 @@ def refuse_swapped(tree: Any, path: Any, call: str) -> None:
         raise TypeError(f"{call}: the arguments are swapped; the path is {tree!r}")
 
 
-def _check_format(format: str, options: SaveOptions, *, write_index: bool) -> None:  # noqa: A002
-    if not write_index and format != "tensorstore":
-        raise ValueError(f"write_index=False is for the format 'tensorstore'; {format} needs its manifest")
-    if format not in get_args(Format):
-        raise ValueError(f"unknown format {format!r}; this version writes {get_args(Format)}")
-    if format != "tensorstore":
-        for name in ("max_chunk_bytes", "compression", "ocdbt"):
-            if getattr(options, name):
-                raise ValueError(
-                    f"SaveOptions.{name} is for the format 'tensorstore'; {format} has no such thing"
-                )
+def _checked_format(format: Format, options: SaveOptions, *, write_index: bool) -> Kind:  # noqa: A002
+    """Return the format under its own name. Refuse an unknown one, and options that it does not have."""
+    form = ALIASES.get(format, format)
+    if form not in get_args(Kind):
+        raise ValueError(f"unknown format {format!r}; expected safetensors or zarr")
+    if form == "zarr":
+        return "zarr"
+    if not write_index:
+        raise ValueError("write_index=False is for the format zarr; safetensors files need their manifest")
+    for name in ("max_chunk_bytes", "compression", "ocdbt"):
+        if getattr(options, name):
+            raise ValueError(
+                f"SaveOptions.{name} is for the format zarr; safetensors files have no such option"
+            )
+    return "safetensors"
 
 
 def _resolved(options: SaveOptions, store: Store, file: str) -> SaveOptions:

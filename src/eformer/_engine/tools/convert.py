@@ -24,7 +24,7 @@ from eformer._engine.record.options import SaveOptions
 from eformer._engine.record.rename import rules_from
 from eformer._engine.record.text import count, few, size
 from eformer._engine.saving.commit import new_tree
-from eformer._engine.saving.save import Save, carry_out
+from eformer._engine.saving.save import ALIASES, Save, carry_out
 from eformer._engine.saving.staging import Staging
 from eformer._engine.stores.base import publish
 from eformer._engine.stores.durable import make_directories, replacing
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 _DEFAULT_MEMORY = 2 * 10**9  # bytes, beside what the program takes already
 _RESERVE = 64 * 2**20  # bytes: threads, buffers of the system's libraries, Python's allocator
 _LEAST = 64 * 2**20
-_PER_LEAF = {"tensorstore": 3500}  # bytes, for a leaf's plan and record; measured with 100,000 leaves
+_PER_LEAF = {"zarr": 3500}  # bytes, for a leaf's plan and record; measured with 100,000 leaves
 _PER_LEAF_ELSE = 1500
 _DECODING = 3.3  # times a chunk: as stored, decoded, and copied to its place, with some margin
 _SMALL = 2**16
@@ -85,7 +85,8 @@ def convert(
     against its digest, if the source has digests. On an error the source is untouched and nothing is at the
     destination. npz, msgpack, adapters and Orbax are written to a temporary file on their way to a bucket.
 
-    to               the target format; may be left out if the suffix of the destination names it
+    to               the target format: "safetensors", "zarr", "msgpack", "npz", "peft" or "orbax"; may be left out if
+                     the suffix of the destination names it
     prefix           convert this tree alone, and store it without a prefix; None converts all trees
     rename           rules: a file, their text, a dict {pattern: "new name | step"}, pairs or lines; see
                      `docs/guides/renaming.md`
@@ -142,18 +143,20 @@ def convert(
 
 
 def _target_format(name: str, to: TargetFormat | None) -> TargetFormat:
-    known = get_args(TargetFormat)
+    known = [word for word in get_args(TargetFormat) if word not in ALIASES]
+    listed = f"{', '.join(known[:-1])} or {known[-1]}"
     by_suffix: dict[str, TargetFormat] = {SUFFIX: "safetensors", ".npz": "npz", ".msgpack": "msgpack"}
     named = by_suffix.get(PurePath(name).suffix)
-    if to is None and named is None:
-        raise ValueError(f"no format given, and {name!r} does not name one; to= is one of {known}")
-    if to is not None and to not in known:
-        raise ValueError(f"unknown format {to!r}; to= is one of {known}")
-    if to and named and to != named:
+    if to is None:
+        if named is None:
+            raise ValueError(f"no format given, and {name!r} does not name one; pass to= with {listed}")
+        return named
+    target = ALIASES.get(to, to)
+    if target not in known:
+        raise ValueError(f"unknown format {to!r}; expected {listed}")
+    if named and target != named:
         raise ValueError(f"{name!r} has the suffix of {named}, but to= is {to!r}; choose another name")
-    target = to or named
-    assert target
-    if target != named:
+    if not named:
         refuse_other_suffix(name, target)
     return target
 
@@ -254,7 +257,7 @@ def _write(
     options = SaveOptions(staging_bytes=budget)
     if max_shard_bytes is not None:
         options = replace(options, max_shard_bytes=max_shard_bytes)
-    with place.creating(in_files=target not in ("safetensors", "tensorstore")) as (store, name):
+    with place.creating(in_files=target not in ("safetensors", "zarr")) as (store, name):
         for prefix, tree in trees.items():
             tree.sources = _with_small_leaves_read(tree, budget // 4)
             if target in ("npz", "msgpack"):
