@@ -25,7 +25,7 @@ from eformer._engine.formats import find
 from eformer._engine.record.manifest import Manifest
 from eformer._engine.saving import commit as _record
 from eformer._engine.saving import several
-from eformer._engine.saving.save import carry_out
+from eformer._engine.saving.save import complete
 from eformer._engine.saving.start import start
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.journal import sweep
@@ -356,7 +356,7 @@ def test_an_error_of_one_is_an_error_of_all(tmp_path):
         if host.index == 1:  # no more to go by
             few = SimpleNamespace(max_chunk_bytes=None, max_shard_bytes=2**30, compression=None, ocdbt=False)
             prepared = dataclasses.replace(prepared, options=few)
-        carry_out(prepared)
+        complete(prepared)
 
     outcomes = Crew(3).run(work)
     assert isinstance(outcomes[1], AttributeError)

@@ -102,8 +102,8 @@ class Hosts:
 class _Group:
     """A group of processes. Its saves and loads are numbered, alike in all of them, as they make the same calls."""
 
-    def __init__(self, members: tuple[int, ...]) -> None:
-        self.place = f"eformer/{xxh3_128(repr(members).encode())[:8]}"
+    def __init__(self, processes: tuple[int, ...]) -> None:
+        self.place = f"eformer/{xxh3_128(repr(processes).encode())[:8]}"
         self.begun = 0
         self.ended: deque[str] = deque()  # the places of meetings, in the first process
 
@@ -116,12 +116,12 @@ class _Groups:
         self._client: Any = None
         self._groups: dict[tuple[int, ...], _Group] = {}
 
-    def begin(self, client: Any, members: tuple[int, ...]) -> tuple[_Group, int]:
+    def begin(self, client: Any, processes: tuple[int, ...]) -> tuple[_Group, int]:
         """Return the group, and the number of the save or load that it begins."""
         with self._lock:
             if client is not self._client:  # JAX was started anew, and all processes count from the beginning
                 self._client, self._groups = client, {}
-            group = self._groups.setdefault(members, _Group(members))
+            group = self._groups.setdefault(processes, _Group(processes))
             group.begun += 1
             return group, group.begun
 
@@ -141,12 +141,14 @@ _groups = _Groups()
 class Together(Hosts):
     """Several processes that are `doing` one thing together."""
 
-    def __init__(self, client: Any, members: tuple[int, ...], index: int, doing: str, timeout: float) -> None:
-        self.index, self.count = index, len(members)
-        self._client, self._members, self._timeout = client, members, timeout
-        self._indices = {process: index for index, process in enumerate(members)}
+    def __init__(
+        self, client: Any, processes: tuple[int, ...], index: int, doing: str, timeout: float
+    ) -> None:
+        self.index, self.count = index, len(processes)
+        self._client, self._processes, self._timeout = client, processes, timeout
+        self._indices = {process: index for index, process in enumerate(processes)}
         self._doing = doing.encode() + b"\0"
-        self._group, number = _groups.begin(client, members)
+        self._group, number = _groups.begin(client, processes)
         self._place = f"{self._group.place}/{number}"
         self._meetings = 0
         self._is_over = False
@@ -155,7 +157,7 @@ class Together(Hosts):
         return self._indices.get(device.process_index, -1)
 
     def name(self, index: int) -> str:
-        return f"process {self._members[index]}"
+        return f"process {self._processes[index]}"
 
     def meet(self, message: bytes, answer: Callable[[Sequence[bytes]], bytes]) -> bytes:
         place = self._next_place()
@@ -275,7 +277,7 @@ class Together(Hosts):
             if left <= 0:
                 raise ProcessTimeoutError(
                     f"after {self._timeout:g} s {self.name(self.index)} still waits for "
-                    f"{_name_all(self._members[i] for i in absent)}. Every process has to make the same calls in the "
+                    f"{_name_all(self._processes[i] for i in absent)}. Every process has to make the same calls in the "
                     "same order; if they do and are only slower than that, allow more time: SaveOptions(timeout=) for "
                     "a save and a run, load(timeout=) for a load"
                 )

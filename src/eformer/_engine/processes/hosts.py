@@ -37,14 +37,14 @@ def current(doing: str, processes: Iterable[int] | None = None, timeout: float |
     same order. They wait for each other for `timeout` seconds, or 600.
     """
     process, count = this_process()
-    members = tuple(range(count)) if processes is None else tuple(sorted({as_number(p) for p in processes}))
-    if not members or members[0] < 0 or members[-1] >= count:
-        raise ValueError(f"processes={list(members)}: the program has {count}, numbered from 0")
-    if process not in members:
+    chosen = tuple(range(count)) if processes is None else tuple(sorted({as_number(p) for p in processes}))
+    if not chosen or chosen[0] < 0 or chosen[-1] >= count:
+        raise ValueError(f"processes={list(chosen)}: the program has {count}, numbered from 0")
+    if process not in chosen:
         raise ValueError(
-            f"processes={list(members)} leaves out process {process}, which must not make this call then"
+            f"processes={list(chosen)} leaves out process {process}, which must not make this call then"
         )
-    return Hosts() if count == 1 else _select(members, process, doing, timeout or TIMEOUT)
+    return Hosts() if count == 1 else _select(chosen, process, doing, timeout or TIMEOUT)
 
 
 @contextmanager
@@ -72,8 +72,8 @@ def is_alone() -> bool:
     return this_process()[1] == 1
 
 
-def _select(members: tuple[int, ...], process: int, doing: str, timeout: float) -> Hosts:
-    if len(members) == 1:
+def _select(chosen: tuple[int, ...], process: int, doing: str, timeout: float) -> Hosts:
+    if len(chosen) == 1:
         return _OneOfMany(process)
     client = service_client()
     if client is None:
@@ -81,4 +81,4 @@ def _select(members: tuple[int, ...], process: int, doing: str, timeout: float) 
             "JAX's coordination service, by which several processes communicate, was not started: call "
             "jax.distributed.initialize() at the beginning of the program"
         )
-    return Together(client, members, members.index(process), doing, timeout)
+    return Together(client, chosen, chosen.index(process), doing, timeout)

@@ -30,7 +30,7 @@ from eformer._engine.runs.clock import Clock
 from eformer._engine.runs.own_part import cut_to_own, load_own
 from eformer._engine.runs.steps import Step, claim_of, steps_if_there
 from eformer._engine.saving.pending import Pending
-from eformer._engine.saving.save import carry_out
+from eformer._engine.saving.save import complete
 from eformer._engine.saving.start import start
 from eformer._engine.stores.base import read_whole, update_file
 from eformer._engine.stores.directory import Directory, remove_entry
@@ -267,7 +267,7 @@ class Near:
         except BaseException:
             save.turn.end()
             raise
-        carry_out(save)
+        complete(save)
 
     def _remove(self, step: NearStep) -> None:
         near, epoch = self._process.parent, f"{self._process.name}/{step.epoch}"

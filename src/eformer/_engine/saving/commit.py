@@ -50,7 +50,7 @@ def commit_of(save: Save, tree: TreeEntry) -> Commit:
         fmt.index_name,
         tree.save_id,
         sweeps=True,
-        is_done=partial(is_committed, save),
+        is_done=partial(may_be_committed, save),
     )
 
 
@@ -70,7 +70,7 @@ def _change(save: Save, tree: TreeEntry, index: Index, store: Store) -> Change:
     return msgspec.structs.replace(change, tidy=tidy)
 
 
-def is_committed(save: Save) -> bool:
+def may_be_committed(save: Save) -> bool:
     """Tell, after an error, whether the index names the save; True if that cannot be known."""
     with clearing_up():
         return save.format.is_committed(save.store, save.tree.save_id)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from eformer._engine.processes.hosts import told_to_all
 from eformer._engine.record.text import few
-from eformer._engine.saving.save import carry_out
+from eformer._engine.saving.save import complete
 from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.trees.copies import compile_copies
@@ -137,7 +137,7 @@ def run_in_background(save: Save, pending: Pending, after: Callable[[], None] | 
     """Carry out a save in a thread of its own; call `after` when it is committed."""
 
     def work() -> None:
-        carry_out(save)
+        complete(save)
         if after:
             after()
 
@@ -160,7 +160,7 @@ def serialize_with(manager: Any, save: Save, callback: Callable[[], None] | None
 
     def commit() -> None:
         try:
-            carry_out(save)
+            complete(save)
         except BaseException as error:  # which the manager raises when it is asked, and otherwise forgets
             logger.error("saving to %s failed: %s", save.store.url, error)
             raise

@@ -79,7 +79,7 @@ def find_damaged(
         [
             partial(_check, place, entries[number].name, task, partial(damages.setdefault, number))
             for number, pieces in _pieces(tree, due).items()
-            for task in _runs(pieces, _TASK_BYTES)
+            for task in _batches(pieces, _TASK_BYTES)
         ],
         threads,
     )
@@ -122,21 +122,21 @@ def _pieces_of(tree: TreeEntry, leaf: str, extent: Extent) -> Iterator[Stored]:
         offset += nbytes
 
 
-def _runs(pieces: Sequence[Stored], most: int) -> Iterator[list[Stored]]:
+def _batches(pieces: Sequence[Stored], most: int) -> Iterator[list[Stored]]:
     """Group pieces that lie within `most` bytes. A larger piece is alone."""
-    run: list[Stored] = []
+    batch: list[Stored] = []
     for piece in pieces:
-        if run and piece.end - run[0].offset > most:
-            yield run
-            run = []
-        run.append(piece)
-    if run:
-        yield run
+        if batch and piece.end - batch[0].offset > most:
+            yield batch
+            batch = []
+        batch.append(piece)
+    if batch:
+        yield batch
 
 
 def _check(place: Path, name: str, pieces: Sequence[Stored], report: Callable[[str], object]) -> None:
     """Compare pieces of a file with their digests, and report the first that differs or cannot be read."""
-    reads = list(_runs(pieces, _READ_BYTES))
+    reads = list(_batches(pieces, _READ_BYTES))
     try:
         with medium(place, name, max(read[-1].end - read[0].offset for read in reads)) as file:
             for read in reads:

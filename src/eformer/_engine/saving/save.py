@@ -55,7 +55,7 @@ ALIASES: dict[str, Kind] = {FORMAT: "zarr"}
 _MOST_WRITERS = 8  # threads: with more they wait for each other, and not for the disk
 
 
-def carry_out(save: Save, progress: Progress = None, meter: Meter = SILENT) -> None:
+def complete(save: Save, progress: Progress = None, meter: Meter = SILENT) -> None:
     """Write the tree and commit it. On any error the previous checkpoint is left intact, and all processes hear of
     it."""
     with ExitStack() as stack, told_to_all(save.hosts):

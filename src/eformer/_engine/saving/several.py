@@ -21,9 +21,9 @@ from eformer._engine.record.digests import xxh3_128_of
 from eformer._engine.record.holdings import holdings_of, joined_holdings
 from eformer._engine.record.manifest import LeafEntry, Receipt, encode_leaves, weight_of
 from eformer._engine.record.planned import data_files, weight
-from eformer._engine.saving.commit import is_committed
+from eformer._engine.saving.commit import may_be_committed
 from eformer._engine.saving.save import Save
-from eformer._engine.saving.staging import on_host
+from eformer._engine.saving.staging import box_on_host
 from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.pool import gc_paused
 from eformer.errors import MismatchError, ProcessError, ProcessTimeoutError
@@ -220,12 +220,12 @@ class SaveOfSeveral(Save):
             self.hosts.end()
 
     def _commit_all(self, receipts: Sequence[bytes]) -> bytes:
-        whole = merged([_decode_receipt(receipt) for receipt in receipts])
+        whole = joined_receipts([_decode_receipt(receipt) for receipt in receipts])
         try:
             super().commit(whole)
             self.upload.close()  # before the other processes hear of the commit
         except BaseException as error:
-            done = _IN_PLACE if is_committed(self) else _NOTHING
+            done = _IN_PLACE if may_be_committed(self) else _NOTHING
             raise _CommitError(f"{done}: {self.hosts.name(0)}: {error!r}", error) from error
         return b""
 
@@ -255,7 +255,7 @@ class _CommitError(ProcessError):
         self.cause = cause
 
 
-def merged(receipts: Sequence[Receipt]) -> Receipt:
+def joined_receipts(receipts: Sequence[Receipt]) -> Receipt:
     """Merge receipts: all files, in the order of the processes, and all leaves."""
     whole = Receipt()
     for receipt in receipts:
@@ -308,8 +308,8 @@ def _described(save: Save) -> tuple[Brought, list[str]]:
     ]
     lines += [f"{name}: {json}"[:_MOST_SHOWN] for name, json in save.tree.raw_values.items()]
     for source in save.compared.replicas:
-        ((region, array),) = source.parts
-        lines.append(f"{source.name}: {on_host(array, region).tolist()}")
+        ((box, array),) = source.parts
+        lines.append(f"{source.name}: {box_on_host(array, box).tolist()}")
     structure = msgspec.json.encode(msgspec.json.decode(save.tree.structure), order="sorted")
     values = msgspec.json.encode(save.tree.raw_values, order="sorted")
     save.compared.own.update(msgspec.json.encode(save.tree.raw_metadata, order="sorted"))

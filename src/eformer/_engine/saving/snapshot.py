@@ -95,7 +95,7 @@ class _Reader:
         self.facts: dict[Any, _Facts] = {}
         self.copied: dict[Any, _CopiedKind | None] = {}
         self.small: dict[tuple[int, Any], _Small] = {}
-        self.cuts: dict[Any, _Cut] = {}
+        self.splits: dict[Any, _Split] = {}
         self.written = np.zeros(hosts.count, np.int64)
         self.own = Hasher()
         self.replicas: list[Source] = []
@@ -152,23 +152,21 @@ class _Reader:
             if self.hosts.count > 1 and array.nbytes <= _COMPARED_BYTES and sharding is None:
                 self.own.update(to_bytes(np.asarray(array), dtype))
             return Source(name, dtype, shape, home, key, sharding, view_of(array), (), (), None, owner)
-        cut = self.cut(array)
-        if self.hosts.count > 1 and array.nbytes <= _REPLICA_BYTES and cut.is_everywhere:
+        split = self.split(array)
+        if self.hosts.count > 1 and array.nbytes <= _REPLICA_BYTES and split.is_everywhere:
             self.compare(name, array)
-        mine, is_first = self.mine(cut, array.dtype.itemsize)
-        parts = [(region, _data(array, number)) for region, number in mine.items()]
-        regions = merged(list(mine))
+        mine, is_first = self.mine(split, array.dtype.itemsize)
+        parts = [(box, _data(array, number)) for box, number in mine.items()]
+        boxes = merged(list(mine))
         return Source(
-            name, dtype, shape, home, key, sharding, None, parts, regions, cut.shard, owner, is_first
+            name, dtype, shape, home, key, sharding, None, parts, boxes, split.shard, owner, is_first
         )
 
     def compare(self, name: str, array: jax.Array) -> None:
         """Compare a small array that every process has a copy of, such as the step: the copies must be the same."""
         if len(self.replicas) < _MOST_REPLICAS:
-            region = Box.whole(array.shape)
-            self.replicas.append(
-                Source(name, array.dtype.name, array.shape, parts=[(region, _data(array, 0))])
-            )
+            box = Box.whole(array.shape)
+            self.replicas.append(Source(name, array.dtype.name, array.shape, parts=[(box, _data(array, 0))]))
 
     def stored_jax(self, dtype: np.dtype[Any]) -> tuple[str, bool]:
         """Return the dtype under which a dtype is stored, and whether XLA keeps it packed."""
@@ -224,25 +222,25 @@ class _Reader:
             facts = self.facts[where] = (place, owner, recorded_sharding(sharding))
         return facts
 
-    def cut(self, array: jax.Array) -> _Cut:
+    def split(self, array: jax.Array) -> _Split:
         """Return how arrays of this shape and sharding are cut; cached, because most arrays of a tree are alike."""
         key = (array.sharding, array.shape)
-        found = self.cuts.get(key)
+        found = self.splits.get(key)
         if found is None:
-            found = self.cuts[key] = _cut(array, self.hosts)
+            found = self.splits[key] = _split(array, self.hosts)
         return found
 
-    def mine(self, cut: _Cut, itemsize: int) -> tuple[dict[Box, int], bool]:
+    def mine(self, split: _Split, itemsize: int) -> tuple[dict[Box, int], bool]:
         """Return the boxes that this process writes, and whether one of them is the first.
 
         A box that several processes hold is written by the one with the least to write.
         """
-        if cut.settled is not None:
-            if cut.counts:
-                self.written += cut.elements * itemsize
-            return cut.settled
-        sizes = [(region.size * itemsize, who) for region, who in cut.holders.items()]
-        return cut.of(owners(sizes, self.written), self.hosts.index)
+        if split.settled is not None:
+            if split.counts:
+                self.written += split.elements * itemsize
+            return split.settled
+        sizes = [(box.size * itemsize, who) for box, who in split.holders.items()]
+        return split.of(owners(sizes, self.written), self.hosts.index)
 
     def detach_all(self, sources: list[Source]) -> None:
         """Replace all arrays on accelerators by copies, made in one call."""
@@ -257,9 +255,9 @@ class _Reader:
             copies = iter(copied(kinds))
         for source in sources:
             parts: Any = source.parts  # a list: to make another source takes ten times as long
-            for number, (region, array) in enumerate(parts):
+            for number, (box, array) in enumerate(parts):
                 if isinstance(array, jax.Array):
-                    parts[number] = (region, next(copies))
+                    parts[number] = (box, next(copies))
 
 
 _whole = lru_cache(1024)(Box.whole)  # most arrays of a tree have one of a few shapes
@@ -292,7 +290,7 @@ class _Small(Struct, frozen=True, gc=False):
     aval: Any
 
 
-class _Cut:
+class _Split:
     """The boxes of an array, the processes that hold each, and the shards of this process that they are."""
 
     def __init__(
@@ -308,18 +306,18 @@ class _Cut:
         self.elements = np.zeros(hosts.count, np.int64)
         if all(len(who) == 1 for who in holders.values()):  # the choice does not depend on `written`
             self.settled = self.of([int(who[0]) for who in holders.values()], hosts.index)
-            for region, who in holders.items():
-                self.elements[who[0]] += region.size
+            for box, who in holders.items():
+                self.elements[who[0]] += box.size
         # Even shares change no choice, and an array that one process holds alone looks different to each process.
         is_even = bool((self.elements == self.elements[0]).all())
         self.counts = not is_even and np.count_nonzero(self.elements) > 1
 
     def of(self, owned: Sequence[int], process: int) -> tuple[dict[Box, int], bool]:
-        mine = [region for region, owner in zip(self.holders, owned, strict=True) if owner == process]
-        return {region: self.here[region] for region in mine}, owned[0] == process
+        mine = [box for box, owner in zip(self.holders, owned, strict=True) if owner == process]
+        return {box: self.here[box] for box in mine}, owned[0] == process
 
 
-def _cut(array: jax.Array, hosts: Hosts) -> _Cut:
+def _split(array: jax.Array, hosts: Hosts) -> _Split:
     holders: dict[Box, dict[int, None]] = {}
     placed: Any = array.sharding.devices_indices_map(array.shape)  # jax does not type devices
     for device, index in placed.items():
@@ -329,13 +327,13 @@ def _cut(array: jax.Array, hosts: Hosts) -> _Cut:
                 f"it is on {device} of process {device.process_index}, which does not take part in this save; save "
                 "from all processes that hold it (SaveOptions.processes)"
             )
-        holders.setdefault(_region(index, array.shape), {})[process] = None
+        holders.setdefault(_box(index, array.shape), {})[process] = None
     here: dict[Box, int] = {}
     for number, shard in enumerate(array.addressable_shards):
         if hosts.process_of(shard.device) == hosts.index:
-            here.setdefault(_region(shard.index, array.shape), number)
-    processes = {region: np.array(list(who)) for region, who in holders.items()}
-    return _Cut(processes, here, array.sharding.shard_shape(array.shape), hosts)
+            here.setdefault(_box(shard.index, array.shape), number)
+    processes = {box: np.array(list(who)) for box, who in holders.items()}
+    return _Split(processes, here, array.sharding.shard_shape(array.shape), hosts)
 
 
 class _DeletedError(Exception):
@@ -370,7 +368,7 @@ def _plain_value(leaf: Any) -> Any:
     return value
 
 
-def _region(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
     bounds = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
     return Box(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
 

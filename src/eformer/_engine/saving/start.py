@@ -14,7 +14,7 @@ from eformer._engine.record.dtypes import floating_dtype
 from eformer._engine.record.options import SaveOptions, options_from
 from eformer._engine.saving.commit import new_tree
 from eformer._engine.saving.pending import Pending, run_in_background
-from eformer._engine.saving.save import ALIASES, Format, Kind, Save, carry_out
+from eformer._engine.saving.save import ALIASES, Format, Kind, Save, complete
 from eformer._engine.saving.several import SaveOfSeveral
 from eformer._engine.saving.snapshot import metadata_to_json, snapshot
 from eformer._engine.stores.local import resolved
@@ -84,7 +84,7 @@ def save(
         save = start(
             tree, path, prefix=prefix, format=format, metadata=metadata, options=options, overwrite=overwrite
         )
-        carry_out(save, progress)
+        complete(save, progress)
     return os.fspath(path)
 
 

@@ -256,34 +256,34 @@ def _piece_tasks(
     offset, number = start + extent.offset, 0
     for group in _groups(extent, block, staging):
         boxes, held = staging.fetch(extent.source.boxes, bounding(group))
-        lease = Countdown(partial(staging.release, held), len(group))
-        for run in joined(group, itemsize, max(block, _WRITE_BYTES)):
-            yield partial(_write_run, write, extent, number, boxes, run, offset, lease)
-            offset += itemsize * sum(region.size for region in run)
-            number += len(run)
+        release = Countdown(partial(staging.release, held), len(group))
+        for batch in joined(group, itemsize, max(block, _WRITE_BYTES)):
+            yield partial(_write_pieces, write, extent, number, boxes, batch, offset, release)
+            offset += itemsize * sum(box.size for box in batch)
+            number += len(batch)
     extent.source = released(extent.source)  # the tasks hold what they need, and let go of it one by one
 
 
-def _write_run(
+def _write_pieces(
     write: _Write,
     extent: PlannedExtent,
     number: int,
     boxes: Sequence[ArrayBox],
-    run: Sequence[Box],
+    batch: Sequence[Box],
     offset: int,
-    lease: Countdown,
+    release: Countdown,
 ) -> None:
     """Write pieces that make up a box, the first of which has this number."""
     try:
-        data = bytes_of(contiguous(boxes, bounding(run), extent.source.dtype))
+        data = bytes_of(contiguous(boxes, bounding(batch), extent.source.dtype))
         at, itemsize = 0, extent.source.itemsize
-        for region in run:
-            stop = at + region.size * itemsize
+        for box in batch:
+            stop = at + box.size * itemsize
             extent.digests[number] = xxh3_128(data[at:stop])
             at, number = stop, number + 1
         write(data, offset)  # right after its digests, while it is in the cache
     finally:
-        lease.count_down(len(run))
+        release.count_down(len(batch))
 
 
 # ------------------------------------------------------------------------------------------- digests
@@ -294,8 +294,8 @@ def digests_of(extent: PlannedExtent, block: int, staging: Staging) -> Iterator[
     for group in _groups(extent, block, staging):
         boxes, held = staging.fetch(extent.source.boxes, bounding(group))
         try:
-            for region in group:
-                yield xxh3_128(bytes_of(contiguous(boxes, region, extent.source.dtype)))
+            for box in group:
+                yield xxh3_128(bytes_of(contiguous(boxes, box, extent.source.dtype)))
         finally:
             staging.release(held)
 
@@ -336,8 +336,8 @@ def compute_sha256(sources: Sequence[Source], staging: Staging, threads: int) ->
 
 def elements_of(source: Source, staging: Staging) -> Iterator[memoryview]:
     """Read the elements of a leaf in their order, as bytes, a little at a time."""
-    for region in pieces(source.shape, source.itemsize, staging.batch_bytes(source.parts)):
-        with staging.reading(source, region) as array:
+    for box in pieces(source.shape, source.itemsize, staging.batch_bytes(source.parts)):
+        with staging.reading(source, box) as array:
             yield bytes_of(array)
 
 

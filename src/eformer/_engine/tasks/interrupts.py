@@ -155,7 +155,7 @@ def check() -> None:
         raise KeyboardInterrupt("the call that began this work was interrupted")
 
 
-def wait(until: Callable[[float | None], T], timeout: float | None = None) -> T:
+def wait_until(until: Callable[[float | None], T], timeout: float | None = None) -> T:
     """Wait by `until(seconds)` for something true, `timeout` seconds at most. Look for a Ctrl-C meanwhile."""
     if _here() is None:
         return until(timeout)
@@ -218,7 +218,7 @@ def result_of(future: futures.Future[T], timeout: float | None = None) -> T:
 def wait_for_all(waited_for: Iterable[futures.Future[Any]], timeout: float | None = None) -> None:
     """Wait for futures, `timeout` seconds at most. Look for a Ctrl-C meanwhile."""
     several = list(waited_for)
-    wait(lambda seconds: not futures.wait(several, seconds).not_done, timeout)
+    wait_until(lambda seconds: not futures.wait(several, seconds).not_done, timeout)
 
 
 def _here() -> held_back | None:

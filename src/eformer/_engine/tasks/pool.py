@@ -191,7 +191,7 @@ class _Work:
     def wait(self) -> None:
         """Wait until all helpers have ended. One that starts only now finds nothing to do."""
         with self.helping:
-            interrupts.wait(lambda seconds: self.helping.wait_for(lambda: not self.helpers, seconds))
+            interrupts.wait_until(lambda seconds: self.helping.wait_for(lambda: not self.helpers, seconds))
 
     def take(self) -> Callable[[], None] | None:
         interrupts.check()

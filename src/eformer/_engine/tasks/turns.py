@@ -32,15 +32,15 @@ class _Turns:
         self._under_way: dict[threading.Event, tuple[str, str, bool]] = {}
         self._readers: dict[threading.Event, Collection[str]] = {}
 
-    def take(self, key: str, host: str, *, in_background: bool = False) -> Turn:
+    def take(self, key: str, process: str, *, in_background: bool = False) -> Turn:
         with self._lock:
-            turn = Turn(self, key, self.under_way(key, host))
-            self._under_way[turn.over] = (key, host, in_background)
+            turn = Turn(self, key, self.under_way(key, process))
+            self._under_way[turn.over] = (key, process, in_background)
         return turn
 
-    def under_way(self, key: str, host: str) -> list[threading.Event]:
+    def under_way(self, key: str, process: str) -> list[threading.Event]:
         """Return the saves to a place that are not over, to `wait` for."""
-        return [over for over, place in self._under_way.copy().items() if place[:2] == (key, host)]
+        return [over for over, place in self._under_way.copy().items() if place[:2] == (key, process)]
 
     def are_awaited(self, key: str) -> bool:
         """Tell whether a save to a place is under way."""
@@ -50,7 +50,7 @@ class _Turns:
         """Wait until these saves are over."""
         for over in saves:
             while over in self._under_way:
-                interrupts.wait(over.wait, _LOOK_AGAIN)
+                interrupts.wait_until(over.wait, _LOOK_AGAIN)
 
     @property
     def has_background(self) -> bool:
@@ -101,7 +101,7 @@ class Turn:
             readers = [event for event, keys in self._queue._readers.items() if self._key in keys]
         for reader in readers:
             if reader not in self._inside:
-                interrupts.wait(reader.wait, _PATIENCE)
+                interrupts.wait_until(reader.wait, _PATIENCE)
 
     def end(self) -> None:
         self._forget()

@@ -24,7 +24,7 @@ from eformer._engine.record.options import SaveOptions
 from eformer._engine.record.rename import rules_from
 from eformer._engine.record.text import count, few, size
 from eformer._engine.saving.commit import new_tree
-from eformer._engine.saving.save import ALIASES, Save, carry_out
+from eformer._engine.saving.save import ALIASES, Save, complete
 from eformer._engine.saving.staging import Staging
 from eformer._engine.stores.base import publish
 from eformer._engine.stores.durable import make_directories, replacing
@@ -268,7 +268,7 @@ def _write(
             elif target == "peft":
                 _write_adapter(store.at(name), tree, options, meter)
             else:
-                carry_out(_save(store, name, prefix, target, tree, options), meter=meter)
+                complete(_save(store, name, prefix, target, tree, options), meter=meter)
         if target == "orbax":
             write_checkpoint_metadata(_file(store, name), list(trees))
 
@@ -311,7 +311,7 @@ def _write_stream(
 
 
 def _write_adapter(store: Store, tree: ConvertedTree, options: SaveOptions, meter: Meter) -> None:
-    carry_out(_save(store, WEIGHTS, "", "safetensors", tree, options), meter=meter)
+    complete(_save(store, WEIGHTS, "", "safetensors", tree, options), meter=meter)
     with replacing(_file(store, CONFIG)) as file:
         file.write(msgspec.json.format(msgspec.json.encode(tree.adapter_config), indent=2))
 
