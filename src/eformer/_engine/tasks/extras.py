@@ -1,4 +1,4 @@
-"""Import packages that only an extra of eformer-checkpoint installs, or tell which extra is missing."""
+"""Import packages that only an extra of eformer-checkpoint installs, or name the extra that is missing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def import_extra(module: str, extra: str, what: str) -> Any:
 
 
 def require_extra(module: str, extra: str, what: str) -> None:
-    """Raise the same ImportError if the module is not installed, without importing it."""
+    """Raise an ImportError that names the extra if the module is not installed, without importing it."""
     try:
         spec = find_spec(module)
     except (ImportError, ValueError) as error:

@@ -40,7 +40,7 @@ class Meter:
     def __init__(self, total: int, callback: ProgressCallback | None) -> None:
         self._total, self._callback = total, callback
         self._done, self._is_ended = 0, False
-        self._last = -math.inf  # not 0: the monotonic clock starts at zero on a machine that has just booted
+        self._last = -math.inf  # not 0: the monotonic clock begins at zero when a machine boots
         self._lock = threading.Lock()
 
     def add(self, nbytes: int) -> None:
@@ -76,7 +76,7 @@ SILENT = Meter(0, None)
 
 
 class _CallbackError(Exception):
-    """Carries an exception of the callback to the caller, so that nothing between takes it for an I/O error."""
+    """Carries an exception of the callback to the caller, so that no handler in between takes it for an I/O error."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(f"the progress callback raised {error!r}")
@@ -84,7 +84,7 @@ class _CallbackError(Exception):
 
 
 def is_wanted(progress: Progress) -> bool:
-    """Tell whether progress is to be reported. A callable counts even if it is falsy."""
+    """Tell whether to report progress. A callable counts even if it is falsy."""
     if progress is None or callable(progress):
         return progress is not None
     if type(progress).__name__ in ("bool", "bool_"):  # numpy's, too
@@ -96,7 +96,7 @@ def is_wanted(progress: Progress) -> bool:
 
 @contextmanager
 def metered(progress: Progress, total: int, what: str) -> Iterator[Meter]:
-    """Yield a meter that reports to `progress`, and report the total on success. Errors of the callback are raised."""
+    """Yield a meter that reports to `progress`, and report the total on success. Raise errors of the callback."""
     if not is_wanted(progress):
         yield SILENT
         return
@@ -159,7 +159,7 @@ class _Terminal:
 
         self._file = _unbuffered(sys.stderr)
         left = TimeRemainingColumn(compact=True, elapsed_when_finished=True)
-        # Redirect the program's own output only if it shares a terminal with the bar.
+        # Redirect the output of the program only if it shares a terminal with the bar: a file gets it as it is.
         is_shared = sys.stdout is not None and sys.stdout.isatty()
         self._bars = Progress(
             *(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), Speed(), left),
@@ -186,9 +186,9 @@ class _Terminal:
 
 
 def _unbuffered(stream: TextIO) -> TextIO:
-    """Return a stream to the same place that keeps nothing back.
+    """Return a stream to the same file that buffers nothing.
 
-    Text that could not be written would stay in the buffer of standard error, and fail the program when it exits.
+    Text that could not be written would stay in the buffer of standard error, and make the program fail when it exits.
     """
     try:
         raw: Any = io.FileIO(os.dup(stream.fileno()), "w")
