@@ -133,7 +133,7 @@ def _compile(key: Any) -> None:
     shapes = [described(shape, dtype, sharding=sharding) for shape, dtype in kinds]
     try:
         copy_all = jax.jit(lambda arrays: [array.copy() for array in arrays])
-        # The thread that compiles may have a mesh of other devices, or 64 bits turned off: then int64 would become int32.
+        # The thread that compiles may have a mesh of other devices, or 64 bits turned off, where int64 becomes int32.
         with jax.set_mesh(None), jax.enable_x64(True):
             _programs[key] = copy_all.lower(shapes).compile()
     except Exception as error:  # noqa: BLE001  a compiler may raise anything; single copies are as good

@@ -177,8 +177,8 @@ def is_key(leaf: Any) -> bool:
 
 # ---------------------------------------------------------------------------------------- small arrays
 
-# For an array of a dtype that the buffer protocol knows, JAX takes 2 microseconds for a view. For bfloat16, say, it takes
-# 8, through an array object for each shard. The address of the memory takes half of that.
+# For an array of a dtype that the buffer protocol knows, JAX takes 2 microseconds for a view. For bfloat16, say, it
+# takes 8, through an array object for each shard. The address of the memory takes half of that.
 
 _MOST_AXES = 8  # of an array whose copy by address is tried: the trial has 2 elements along each axis
 
@@ -190,7 +190,8 @@ _memory: Any = (ctypes.c_char * 2**62).from_address(0)
 def copier(dtype: np.dtype[Any], ndim: int, device: Any) -> Callable[[Any, int], bytes]:
     """Return the fastest function that copies arrays on a CPU in C order, given an array and its size in bytes.
 
-    The size is at least 1. The function waits until an array is computed, and raises a RuntimeError if it was deleted or donated.
+    The size is at least 1. The function waits until an array is computed, and raises a RuntimeError if it was deleted
+    or donated.
     """
     if dtype.isbuiltin == 1:
         return _by_buffer
