@@ -282,7 +282,7 @@ def test_zarr_has_two_names(source, tmp_path, to):
         (
             "new",
             {},
-            "no format given, and 'new' does not name one; pass to= with safetensors, zarr, msgpack, npz, ",
+            "no format given, and 'new' does not name one; to= is one of safetensors, zarr, msgpack, npz, ",
         ),
         (
             "new",

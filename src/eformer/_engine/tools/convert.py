@@ -149,7 +149,7 @@ def _target_format(name: str, to: TargetFormat | None) -> TargetFormat:
     named = by_suffix.get(PurePath(name).suffix)
     if to is None:
         if named is None:
-            raise ValueError(f"no format given, and {name!r} does not name one; pass to= with {listed}")
+            raise ValueError(f"no format given, and {name!r} does not name one; to= is one of {listed}")
         return named
     target = ALIASES.get(to, to)
     if target not in known:
