@@ -1,4 +1,4 @@
-"""Take the arrays of the caller's tree, and protect them from changes by the caller."""
+"""Take the arrays of a tree, and protect them from changes by the caller."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 _Facts = tuple[str | None, int, "RecordedSharding | None"]
 
-# Up to here it takes less time to copy an array at once than to hold a view of it until it is written.
+# Up to this size a copy takes less time than a view that is held until it is written.
 _COPIED_BYTES = 2**14
 
-# Larger arrays that each process has for itself are not compared: the caller waits for the comparison.
+# Larger arrays that each process has for itself are not compared, because the caller waits for the comparison.
 _COMPARED_BYTES = 2**16
 
-# Of the arrays that all processes have a copy of, a few small ones are compared.
+# Of the arrays that every process has a copy of, a few small ones are compared: the step is among them.
 _REPLICA_BYTES = 64
 _MOST_REPLICAS = 256
 
@@ -52,14 +52,14 @@ _MOST_REPLICAS = 256
 def snapshot(
     leaves: Mapping[str, Any], options: SaveOptions, hosts: Hosts, *, detach: bool
 ) -> tuple[list[Source], dict[str, Any], Compared]:
-    """Return the arrays among the leaves as sources, the others as JSON values, and the data to compare with other
-    processes.
+    """Return the arrays among the leaves as sources, the remaining leaves as JSON values, and the data to compare with
+    other processes.
 
     With `detach` the caller may donate or change every array as soon as this returns: numpy arrays are copied, arrays
     on an accelerator are copied there or to the host, and the memory of CPU arrays is kept alive.
     """
     reader = _Reader(options, hosts, detach)
-    readers: dict[type, Callable[[str, Any], Source] | None] = {}  # each type is looked at once
+    readers: dict[type, Callable[[str, Any], Source] | None] = {}  # of few types come very many leaves
     sources, values = [], {}
     for name, leaf in leaves.items():
         kind = type(leaf)
@@ -121,7 +121,7 @@ class _Reader:
             self.written[0] += array.nbytes
             if array.nbytes <= _COMPARED_BYTES:
                 self.own.update(to_bytes(array, dtype))
-        if self.hosts.index:  # every process has one; that of the first is stored
+        if self.hosts.index:  # every process has one; the array of the first process is stored
             return Source(name, dtype, array.shape, "numpy", is_first=False)
         if array.nbytes <= _COPIED_BYTES:
             return Source(name, dtype, array.shape, "numpy", None, None, to_bytes(array, dtype))
@@ -132,7 +132,7 @@ class _Reader:
     def jax_array(self, name: str, array: Any) -> Source:
         where = _where(array.sharding)
         small = self.small.get((id(array.aval), where)) or self.small_kind(array, where)
-        if small:  # which nearly all of very many leaves are
+        if small:  # as nearly all leaves are where a tree has very many
             kind = small.kind
             data = kind.copy(array, small.nbytes)
             return Source(name, kind.dtype, small.shape, kind.home, None, kind.sharding, data)
@@ -163,7 +163,7 @@ class _Reader:
         )
 
     def compare(self, name: str, array: jax.Array) -> None:
-        """Compare a small array that every process has a copy of, such as the step: the copies must be the same."""
+        """Note a small array that every process has a copy of, such as the step, to compare the copies."""
         if len(self.replicas) < _MOST_REPLICAS:
             box = Box.whole(array.shape)
             self.replicas.append(Source(name, array.dtype.name, array.shape, parts=[(box, _data(array, 0))]))
@@ -179,7 +179,7 @@ class _Reader:
         return self.dtype if self.dtype and is_floating(dtype) else dtype
 
     def small_kind(self, array: Any, where: Any) -> _Small | None:
-        """Return what arrays like this one have in common, if they are small, on the CPU and stored as they are."""
+        """Return the facts that arrays like this one share, if they are small, on the CPU and stored as they are."""
         aval = array.aval
         shape, dtype = aval.shape, aval.dtype
         key = dtype, len(shape), aval.weak_type, where
@@ -206,8 +206,8 @@ class _Reader:
         return _CopiedKind(stored, dtype.itemsize, home, sharding, copier(dtype, array.ndim, device))
 
     def look_at(self, sharding: Any, where: Any) -> _Facts:
-        """Return where arrays of a sharding are, the process that holds them alone (-1 if several do), and what is
-        recorded.
+        """Return where arrays of a sharding are, the process that holds them alone (-1 if several do), and the recorded
+        sharding.
 
         The place is "device" for one device of this process, "memory" if that is its CPU, and None otherwise.
         """
@@ -223,7 +223,7 @@ class _Reader:
         return facts
 
     def split(self, array: jax.Array) -> _Split:
-        """Return how arrays of this shape and sharding are cut; cached, because most arrays of a tree are alike."""
+        """Return the boxes of arrays of this shape and sharding; cached, because most arrays of a tree are alike."""
         key = (array.sharding, array.shape)
         found = self.splits.get(key)
         if found is None:
@@ -233,7 +233,7 @@ class _Reader:
     def mine(self, split: _Split, itemsize: int) -> tuple[dict[Box, int], bool]:
         """Return the boxes that this process writes, and whether one of them is the first.
 
-        A box that several processes hold is written by the one with the least to write.
+        If several processes hold a box, the process with the least to write so far writes it.
         """
         if split.settled is not None:
             if split.counts:
@@ -243,12 +243,17 @@ class _Reader:
         return split.of(owners(sizes, self.written), self.hosts.index)
 
     def detach_all(self, sources: list[Source]) -> None:
-        """Replace all arrays on accelerators by copies, made in one call."""
+        """Replace all arrays on accelerators by copies.
+
+        Copies on the devices take a fraction of the time of copies to the host, for which the caller would wait; but
+        they need room there.
+        """
         arrays = [a for source in sources for _, a in source.parts if isinstance(a, jax.Array)]
         if not arrays:
             return
         kinds = Kinds(arrays)
         if self.where == "host" or (self.where == "auto" and not _have_room(kinds.nbytes())):
+            # Page-locked, so that the transfers run at full speed and beside the computations of the caller.
             pinned = [array.sharding.with_memory_kind("pinned_host") for array in arrays]
             copies = iter(jax.device_put(arrays, pinned, may_alias=False))
         else:
@@ -264,7 +269,7 @@ _whole = lru_cache(1024)(Box.whole)  # most arrays of a tree have one of a few s
 
 
 def _where(sharding: Any) -> Any:
-    """Return what to look a sharding up by: JAX takes three times as long to compare two of a single device."""
+    """Return a key for a sharding. To compare two shardings of a single device takes JAX three times as long."""
     if type(sharding) is not SingleDeviceSharding:
         return sharding
     (device,) = sharding.device_set
@@ -272,7 +277,7 @@ def _where(sharding: Any) -> Any:
 
 
 class _CopiedKind(Struct, frozen=True):
-    """What arrays have in common that are copied if they are small; `copy` returns the bytes of one of them."""
+    """Facts that small arrays which are copied have in common; `copy` returns the bytes of an array."""
 
     dtype: str
     itemsize: int
@@ -282,7 +287,7 @@ class _CopiedKind(Struct, frozen=True):
 
 
 class _Small(Struct, frozen=True, gc=False):
-    """Small arrays whose `aval` and sharding are the same. `aval` is held, because its id is the key."""
+    """Small arrays with the same `aval` and sharding. `aval` is held: its id is a key, and must not be used again."""
 
     kind: _CopiedKind
     shape: tuple[int, ...]
@@ -291,7 +296,7 @@ class _Small(Struct, frozen=True, gc=False):
 
 
 class _Split:
-    """The boxes of an array, the processes that hold each, and the shards of this process that they are."""
+    """The boxes of an array, the processes that hold each box, and the shards of this process."""
 
     def __init__(
         self,
@@ -337,7 +342,7 @@ def _split(array: jax.Array, hosts: Hosts) -> _Split:
 
 
 class _DeletedError(Exception):
-    """A signal to `snapshot`, which looks for all deleted arrays."""
+    """Raised for a deleted array; `snapshot` then looks for all of them."""
 
 
 def _deleted_error(leaves: Mapping[str, Any]) -> LeafError:

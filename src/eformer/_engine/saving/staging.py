@@ -1,4 +1,4 @@
-"""Bring the elements of leaves into host memory, within a budget of bytes."""
+"""Bring the elements of leaves into host memory, and limit the bytes on their way to the disk."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Staging:
         self.changed = threading.Condition()
 
     def batch_bytes(self, parts: Sequence[ArrayBox]) -> int:
-        """Return how many bytes to fetch at once."""
+        """Return the number of bytes to fetch together."""
         enough = [_enough_of(array) for _, array in parts] or [_CPU_BATCH_BYTES]
         return min(self.budget // 4, *enough)
 
     def fetch(self, parts: Sequence[ArrayBox], box: Box) -> tuple[list[ArrayBox], int]:
         """Return the boxes inside `box` in host memory, and the number of bytes to `release` when they are written.
 
-        Wait until enough of the budget is released; a single box may be larger than the budget.
+        Wait until enough of the budget is released. A box that is larger than the budget waits until all of it is released.
         """
         wanted = [(overlap, held, array) for held, array in parts if (overlap := held.overlap(box))]
         nbytes = sum(o.size * a.dtype.itemsize for o, _, a in wanted if not isinstance(a, np.ndarray))
@@ -82,7 +82,7 @@ class Staging:
 
 
 def _enough_of(array: Any) -> int:
-    """Return how many bytes of an array to fetch at once; the more, the faster an accelerator copies."""
+    """Return the number of bytes of an array to fetch together: large transfers keep an accelerator at full speed."""
     if isinstance(array, LazyArray):
         return _IN_ORDER_BYTES if array.in_order else sys.maxsize
     if isinstance(array, np.ndarray):
@@ -96,5 +96,6 @@ def box_on_host(array: Any, box: Box) -> np.ndarray[Any, Any]:
         return array[box.slices]
     if isinstance(array, LazyArray):
         return array.read(box)
-    array.block_until_ready()  # a slice is a program, and a copy in host memory may still be on its way
+    # A slice is a program, and a copy in host memory may still be on its way.
+    array.block_until_ready()
     return staged(array if box.shape == array.shape else array[box.slices])

@@ -1,4 +1,4 @@
-"""Save a tree: take the leaves from the caller, and carry out the save."""
+"""`save` and `save_async`: check the arguments, take the leaves from the caller, and complete the save."""
 
 from __future__ import annotations
 
@@ -57,20 +57,20 @@ def save(
     """Save `tree` to `path`, atomically and durably. On any error the previous checkpoint is left intact.
 
     tree        any pytree. Do not write to its numpy arrays meanwhile; `save_async` copies them
-    path        a directory, which holds one tree for each prefix, or one file if it ends in ".safetensors". "~" and
-                file:// URLs are understood, and those of buckets: s3://, gs://, az:// and others
+    path        a directory, which holds one tree for each prefix, or one file if it ends in ".safetensors". It may
+                begin with "~", and be a file:// URL or the URL of a bucket, such as s3://, gs:// or az://
     prefix      the name of the tree in the directory
     format      "safetensors", or "zarr" for a zarr array of each leaf; "tensorstore" is another name of "zarr"
-    metadata    a dict of plain values that `inspect` gives back; arrays without axes become plain numbers
+    metadata    a dict of plain values, which `inspect` returns; arrays without axes become plain numbers
     options     a `SaveOptions`, or a dict of its fields
     overwrite   replace a ".safetensors" file that another program wrote. Checkpoints of eformer are replaced without
                 this; files of other programs in a directory never are
-    progress    True for a bar on standard error; or a function that is called with the bytes of leaves written so far
-                and in all, several times a second, from any thread. If it raises, the save fails with that error
+    progress    True for a bar on standard error; or a function of the bytes of leaves that are written and of their
+                total, called several times a second from any thread. If it raises, the save fails with that error
 
-    Several processes all make this call, with the same tree and a directory that all see. Each writes its own part of
-    arrays that lie on devices of several. Arrays and metadata that each process has for itself (numpy arrays, arrays on
-    its own devices) are stored as the first process has them.
+    Several processes all make this call, with the same tree and a directory that all of them see. Each process writes
+    its own boxes of arrays that lie on devices of several. Arrays and metadata that each process has for itself (numpy
+    arrays, arrays on its own devices) are stored as the first process has them.
 
     Returns the path as text.
 
@@ -113,7 +113,7 @@ def save_async(
     options = options_from(options)
     with held_back() as block:
         pending = Pending(os.fspath(path))
-        block.otherwise = pending.give_up
+        block.otherwise = pending.give_up  # after a Ctrl-C the caller has no handle of the save
         save = start(
             tree,
             path,
@@ -142,11 +142,11 @@ def start(
     first: Callable[[Any], Any] | None = None,
     hosts: Hosts | None = None,
 ) -> Save:
-    """Prepare a save that only has to be carried out; with `detach` it needs nothing of the caller's any more.
+    """Prepare a save up to the point where it can be completed. With `detach`, it no longer needs the caller's arrays.
 
-    Without an index, arrays lie there as if another program had written them. `first` is called on the tree: if it
-    raises, the save fails with that error, and other processes hear of it. `hosts` are the processes that save
-    together, if the caller knows better.
+    Without an index, the arrays are written as if by another program. `first` is called on the tree: if it raises, the
+    save fails with that error in every process. `hosts` are the processes that save together; by default those of
+    `SaveOptions.processes`.
     """
     hosts = hosts or _hosts.current("saves", options.processes, options.timeout)
     with _hosts.told_to_all(hosts):
@@ -166,7 +166,7 @@ def start(
             sources, values, compared = snapshot(leaves, options, hosts, detach=detach)
         entry = new_tree(f"eformer {__version__}, jax {jax.__version__}", structure, recorded, values)
         host = hosts.name(hosts.index)
-        interrupts.check()  # the last chance before others wait for this save
+        interrupts.check()  # the last moment at which no other save waits for this one
         before = _saves_to_await(options.reuse, store, host) if options.reuse else ()
         turn = turns.take(store.at(file).key if file else store.key, host, in_background=detach)
         kind = SaveOfSeveral if hosts.count > 1 else Save
@@ -188,7 +188,7 @@ def start(
 
 
 def _place_of(path: str | os.PathLike[str], form: Kind) -> tuple[Store, str]:
-    """Return the directory to save to and ""; or the directory of a file, and its name."""
+    """Return the directory to save to, and the name of a single file or ""."""
     store, name = locate(absolute(path))
     refuse_other_suffix(name, form)
     if form == "safetensors" and name.endswith(SUFFIX) and name != SUFFIX:
@@ -197,7 +197,7 @@ def _place_of(path: str | os.PathLike[str], form: Kind) -> tuple[Store, str]:
 
 
 def refuse_swapped(tree: Any, path: Any, call: str) -> None:
-    """Refuse a path in the place of the tree. A tree that is text is one, as long as there is a path as well."""
+    """Raise TypeError if the tree and the path are swapped. Text is a valid tree if the path is a path."""
     if isinstance(tree, (str, os.PathLike)) and not isinstance(path, (str, bytes, os.PathLike)):
         raise TypeError(f"{call}: the arguments are swapped; the path is {tree!r}")
 
@@ -220,8 +220,8 @@ def _checked_format(format: Format, options: SaveOptions, *, write_index: bool) 
 
 
 def _resolved(options: SaveOptions, store: Store, file: str) -> SaveOptions:
-    """Return the options with the whole path of `reuse` and a dtype by name. Fail early if `reuse` names no checkpoint
-    or does not apply."""
+    """Return the options with the absolute path of `reuse` and the dtype by name. Fail early if `reuse` names no
+    checkpoint or does not apply."""
     if options.dtype is not None:
         options = dataclasses.replace(options, dtype=floating_dtype(options.dtype))
     if options.reuse is None or options.reuse is False:
@@ -239,12 +239,12 @@ def _resolved(options: SaveOptions, store: Store, file: str) -> SaveOptions:
 
 
 def _saves_to_await(reuse: str | os.PathLike[str] | bool, store: Store, host: str) -> list[threading.Event]:
-    """Return the saves under way to the place whose leaves this one may use again."""
+    """Return the saves under way to the checkpoint that `reuse` names."""
     return turns.under_way(store.key if reuse is True else store_at(reuse or "").key, host)
 
 
 def _check_prefix(prefix: str) -> None:
-    """Files are named by it."""
+    """Refuse a prefix that cannot be part of a file name."""
     if not isinstance(prefix, str):
         raise TypeError(f"prefix={prefix!r}: a prefix is text")
     try:
