@@ -1,4 +1,4 @@
-"""Choose the processes that save or load one tree together, and tell them of errors."""
+"""The processes that save or load one tree together: choose them, and announce errors to them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMEOUT = 600.0  # seconds
 
 
 class _OneOfMany(Hosts):
-    """One of several processes that acts alone, with its own devices only."""
+    """One of several processes, which acts alone and with its own devices only."""
 
     def __init__(self, process: int) -> None:
         self._process = process
@@ -33,8 +33,8 @@ class _OneOfMany(Hosts):
 def current(doing: str, processes: Iterable[int] | None = None, timeout: float | None = None) -> Hosts:
     """Return the processes of the running program that take part: all of them, or `processes`.
 
-    `doing` says in error messages what they do together. Every process that takes part has to make these calls in the
-    same order. They wait for each other for `timeout` seconds, or 600.
+    `doing` names the common task in error messages. Every process that takes part has to make these calls in the same
+    order. The processes wait for each other for `timeout` seconds, or 600.
     """
     process, count = this_process()
     chosen = tuple(range(count)) if processes is None else tuple(sorted({as_number(p) for p in processes}))
@@ -49,7 +49,7 @@ def current(doing: str, processes: Iterable[int] | None = None, timeout: float |
 
 @contextmanager
 def told_to_all(hosts: Hosts) -> Iterator[None]:
-    """Tell the other processes of an error during the block, so that none waits for this one."""
+    """Announce an error in the block to the other processes, so that none waits for this one."""
     try:
         yield
     except BaseException as error:
@@ -59,8 +59,10 @@ def told_to_all(hosts: Hosts) -> Iterator[None]:
 
 @contextmanager
 def meeting(doing: str, timeout: float | None) -> Iterator[Hosts]:
-    """Let all processes of the program meet, and hear of an error in one of them. The arguments are those of
-    `current`."""
+    """Let all processes of the program meet in the block, and announce an error in one of them to all.
+
+    `current` explains the arguments.
+    """
     hosts = current(doing, None, timeout)
     with told_to_all(hosts):
         yield hosts

@@ -59,7 +59,7 @@ def snapshot(
     on an accelerator are copied there or to the host, and the memory of CPU arrays is kept alive.
     """
     reader = _Reader(options, hosts, detach)
-    readers: dict[type, Callable[[str, Any], Source] | None] = {}  # of few types come very many leaves
+    readers: dict[type, Callable[[str, Any], Source] | None] = {}  # each type is looked at once
     sources, values = [], {}
     for name, leaf in leaves.items():
         kind = type(leaf)

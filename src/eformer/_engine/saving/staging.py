@@ -48,7 +48,7 @@ class Staging:
     def fetch(self, parts: Sequence[ArrayBox], box: Box) -> tuple[list[ArrayBox], int]:
         """Return the boxes inside `box` in host memory, and the number of bytes to `release` when they are written.
 
-        Wait until enough of the budget is released. A box that is larger than the budget waits until all of it is released.
+        Wait until enough of the budget is released; for a box that is larger than the budget, until all of it is.
         """
         wanted = [(overlap, held, array) for held, array in parts if (overlap := held.overlap(box))]
         nbytes = sum(o.size * a.dtype.itemsize for o, _, a in wanted if not isinstance(a, np.ndarray))

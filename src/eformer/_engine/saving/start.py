@@ -145,7 +145,7 @@ def start(
     """Prepare a save up to the point where it can be completed. With `detach`, it no longer needs the caller's arrays.
 
     Without an index, the arrays are written as if by another program. `first` is called on the tree: if it raises, the
-    save fails with that error in every process. `hosts` are the processes that save together; by default those of
+    save fails with that error in every process. `hosts` are the processes that save together; by default
     `SaveOptions.processes`.
     """
     hosts = hosts or _hosts.current("saves", options.processes, options.timeout)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # Seconds for clearing up: after Ctrl-C or a timeout the caller is waiting, after other errors a bucket may need a few
-# requests to remove what was uploaded.
+# requests to remove the uploaded objects.
 _URGENT, _AFTERWARDS = 1.0, 60.0
 
 _at: ContextVar[tuple[float, str] | None] = ContextVar("eformer_deadline", default=None)

@@ -1,6 +1,6 @@
 """A lock that is free in a forked child.
 
-A child has one thread, the one that forked. A lock that another thread of the parent held at that moment would stay
+A child has one thread: the thread that forked. A lock that another thread of the parent held at that moment would stay
 locked in the child until it ends, as no thread there releases it.
 """
 

@@ -84,7 +84,7 @@ class held_back:  # noqa: N801
         try:
             if self._around:
                 self._around.lets_through = True
-                if not is_interrupted:  # else the signal that was noted is the one being raised
+                if not is_interrupted:  # else the signal that was noted is being raised
                     self._around.hand_on()
                 return
             _outermost = None  # first, so that the block is over even if the next line is interrupted
@@ -92,7 +92,7 @@ class held_back:  # noqa: N801
             if self._noted and not is_interrupted:
                 self._before[self._noted](self._noted, sys._getframe())
         except BaseException:
-            with held_back():  # a second Ctrl-C must not stop what undoes the call
+            with held_back():  # a second Ctrl-C must not stop the undoing
                 if self.otherwise and kind is None:
                     self.otherwise()
             raise
@@ -123,7 +123,7 @@ class held_back:  # noqa: N801
                 if _system.getsignal(number) == self.note:  # else the block has set a handler that shall stay
                     _system.signal(number, before)
         finally:
-            # A Ctrl-C here leaves this handler in place. From now on it calls the one before it.
+            # A Ctrl-C here leaves this handler in place. From now on it calls the handler before it.
             self._is_over = True
 
 

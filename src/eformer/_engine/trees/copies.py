@@ -25,7 +25,7 @@ _WORTH_WAITING = 16  # batches for one program: from here on the first save comp
 _THREADS = 4  # programs are started without the interpreter lock
 _MAX_PROGRAMS = 256  # a program that changes its shapes again and again must not fill the memory
 
-_programs: dict[Any, Any] = {}  # None for a program that was needed and is not compiled yet
+_programs: dict[Any, Any] = {}  # None for a program that is not compiled yet
 
 
 class Kinds:
