@@ -114,10 +114,10 @@ class Pending:
         arguments = (work, afterwards)
         self._thread = threading.Thread(target=self._run, args=arguments, name="eformer-save", daemon=False)
         self._thread.start()
-        _started.add(self)
+        _started.add(self)  # only now: `wait` must not wait for a thread that could not start
 
     def _run(self, work: Callable[[], None], afterwards: Callable[[], None] | None) -> None:
-        interrupts.given_up.set(self._given_up)
+        interrupts.given_up.set(self._given_up)  # for `interrupts.check` in this thread and its helpers
         error = _error_of(work)
         del work  # it holds the save, and with it arrays that the next one needs room for
         if error is None:
@@ -198,7 +198,8 @@ def _error_of(work: Callable[[], None]) -> BaseException | None:
     return None
 
 
-_numbers = itertools.count()
+_numbers = itertools.count()  # the order of the calls, which the set does not have
+# Weak, so that a save without a handle is collected when it is over, and `__del__` logs its error.
 _started: weakref.WeakSet[Pending] = weakref.WeakSet()
 
 
@@ -214,6 +215,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 @atexit.register
 def _complain_at_exit() -> None:
+    # Python has joined the threads of all saves before it calls this.
     for pending in list(_started):
         pending.complain()
 

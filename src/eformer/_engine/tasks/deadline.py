@@ -60,7 +60,7 @@ def time_left(most: float | None = None) -> float | None:
     """Return the seconds until the deadline, from 0 to `most`; None without a limit."""
     found = _at.get()
     if found is None:
-        return most
+        return most  # a request has a limit of its own, even if the call has none
     left = max(0.0, found[0] - time.monotonic())
     return left if most is None else min(left, most)
 

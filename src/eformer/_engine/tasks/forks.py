@@ -26,7 +26,7 @@ class Lock(RLock):  # type: ignore[misc]  # only the stubs call it final
 
 
 def _free_all() -> None:
-    for lock in list(_locks):
+    for lock in list(_locks):  # a list, since a lock may be collected during the loop
         # As `threading` does for its own locks. Releasing it is not possible: its owner is a thread of the parent.
         lock._at_fork_reinit()  # type: ignore[attr-defined]
 

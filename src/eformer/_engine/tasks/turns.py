@@ -34,13 +34,14 @@ class _Turns:
 
     def take(self, key: str, process: str, *, in_background: bool = False) -> Turn:
         """Queue a save to the place `key`. Several processes of a test live in one program, and each has a queue."""
-        with self._lock:
+        with self._lock:  # no other save may be queued between the look at the queue and the new place in it
             turn = Turn(self, key, self.under_way(key, process))
             self._under_way[turn.over] = (key, process, in_background)
         return turn
 
     def under_way(self, key: str, process: str) -> list[threading.Event]:
         """Return the saves of a process to a place that are not over, to `wait` for."""
+        # A copy in one step, because turns end in other threads and without the lock.
         return [over for over, place in self._under_way.copy().items() if place[:2] == (key, process)]
 
     def are_awaited(self, key: str) -> bool:
@@ -78,7 +79,7 @@ class _Turns:
         finally:
             _inside.reset(token)
             with self._lock:
-                self._readers.pop(event, None)
+                self._readers.pop(event, None)  # not there in a child that was forked in the block
             event.set()
 
 
@@ -94,7 +95,7 @@ class Turn:
         self._queue, self._key, self._inside = queue, key, _inside.get()
         # `pop` needs no lock. A finalizer may run at any instruction, also while this thread holds the lock.
         self._forget = weakref.finalize(self, queue._under_way.pop, self.over, None)
-        self._forget.atexit = False
+        self._forget.atexit = False  # at exit no save waits
 
     def wait(self) -> None:
         """Wait for the saves before this one, then for the readers that hold it back.
@@ -111,7 +112,7 @@ class Turn:
                 interrupts.wait_until(reader.wait, _PATIENCE)
 
     def end(self) -> None:
-        self._forget()
+        self._forget()  # first: a save that the event wakes must find the turn gone
         self.over.set()
 
 

@@ -61,13 +61,14 @@ def copied(kinds: Kinds) -> list[Any]:
     arrays, copies = kinds.arrays, [None] * len(kinds.arrays)
     batches = list(_batches(kinds))
     for key, count in Counter(key for key, _ in batches if key).items():
+        # Notes each program that is missing, for `compile_copies`.
         if _programs.setdefault(key, None) is None and count >= _WORTH_WAITING:
             _compile(key)
 
     def copy(key: Any, numbers: Sequence[int]) -> None:
         found = _copied(key, [arrays[number] for number in numbers])
         for number, array in zip(numbers, found, strict=True):
-            copies[number] = array
+            copies[number] = array  # no lock: each task has numbers of its own
 
     run_all([partial(copy, key, numbers) for key, numbers in batches], _THREADS)
     return copies
@@ -119,6 +120,7 @@ def _copied_singly(arrays: list[Any]) -> Sequence[Any]:
 
 def compile_copies() -> None:
     """Compile the programs that `copied` could have used. Takes a fraction of a second; call it in the background."""
+    # A list, because a save in another thread may add programs.
     for key in [key for key, program in list(_programs.items()) if program is None]:
         _compile(key)
     while len(_programs) > _MAX_PROGRAMS:
@@ -130,6 +132,7 @@ def _compile(key: Any) -> None:
 
     sharding, kinds = key
     described: Any = jax.ShapeDtypeStruct  # it has no type annotations
+    # Shapes suffice. To compile from arrays would keep them alive, and the caller may donate them.
     shapes = [described(shape, dtype, sharding=sharding) for shape, dtype in kinds]
     try:
         copy_all = jax.jit(lambda arrays: [array.copy() for array in arrays])

@@ -45,11 +45,12 @@ def on_host(array: Any) -> np.ndarray[Any, Any]:
 
     The conversion by numpy would cache its copy on the array, and hold that host memory as long as the array lives.
     """
+    # numpy itself refuses an array that lies partly in other processes, and says so.
     if not array.is_fully_addressable or (len(array.devices()) == 1 and is_host_memory(array)):
         return np.asarray(array)
     whole = np.empty(array.shape, array.dtype)
     for shard in array.addressable_shards:
-        if shard.replica_id == 0:
+        if shard.replica_id == 0:  # one of several equal copies
             part = shard.data if is_host_memory(shard.data) else _host_copy(shard.data)
             whole[shard.index] = np.asarray(part)
     return whole
@@ -76,6 +77,7 @@ def staged(array: Any) -> np.ndarray[Any, Any]:
 
     if array.sharding.memory_kind != "pinned_host":
         pinned = array.sharding.with_memory_kind("pinned_host")
+        # Never an alias: the memory must stay as it is when the caller donates the array.
         array = jax.device_put(array, pinned, may_alias=False)
     return np.asarray(array)  # a view, which keeps the memory
 
@@ -115,8 +117,8 @@ def arrived(arrays: T) -> T:
 def page_locked(memory: np.ndarray[Any, Any], device: Any) -> Iterator[None]:
     """Page-lock host memory during the block, so that an accelerator copies from it several times as fast.
 
-    A device without support for it changes nothing. Write to the memory before: pages that exist are locked in a tenth
-    of the time.
+    On a device that does not support it, do nothing. Write to the memory before: pages that exist are locked in a
+    tenth of the time.
     """
     address = memory.__array_interface__["data"][0]
     try:
@@ -159,6 +161,7 @@ def resharded(array: Any, sharding: Any, dtype: np.dtype[Any] | None = None) -> 
 
 @lru_cache(1024)
 def _as(dtype: np.dtype[Any], sharding: Any) -> Any:
+    # Cached, since `jit` compiles anew for each new function.
     import jax  # late, as above
 
     def convert(array: Any) -> Any:
@@ -198,6 +201,7 @@ def copier(dtype: np.dtype[Any], ndim: int, device: Any) -> Callable[[Any, int],
     if ndim > _MOST_AXES:
         return _by_view
     layout = _default_layout(dtype, ndim, device)
+    # With one axis or none, every layout is in C order, and need not be compared.
     return _by_view if layout is None else _by_address(layout, has_order=ndim > 1)
 
 
@@ -231,6 +235,7 @@ def _default_layout(dtype: np.dtype[Any], ndim: int, device: Any) -> Any:
     """
     import jax  # late: numpy trees are read and written without it
 
+    # Two elements along each axis, all of them different, show any order of the axes.
     sample = np.arange(2**ndim).astype(dtype).reshape((2,) * ndim)
     try:
         array: Any = jax.device_put(sample, device)

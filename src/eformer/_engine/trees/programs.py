@@ -25,7 +25,7 @@ def program(
     """
     made = _compiling(lower, arguments, device, x64)
     if again and made.done() and made.exception():
-        _compiling.cache_clear()
+        _compiling.cache_clear()  # of all programs: a cache cannot forget a single one
         made = _compiling(lower, arguments, device, x64)
     return made
 
@@ -37,6 +37,7 @@ def _compiling(lower: Callable[..., Any], arguments: tuple[Any, ...], device: An
 
     def run() -> None:
         try:
+            # Both settings are those of a thread, and this one has the defaults.
             with jax.default_device(device), _enable_x64(x64):
                 made.set_result(lower(*arguments).compile())
         except BaseException as error:  # noqa: BLE001  raised by the thread that waits, if one does
