@@ -85,10 +85,10 @@ class SaveOfSeveral(Save):
         """
         hosts, all_brought = self.hosts, [_decode_brought(message) for message in messages]
         for index, brought in enumerate(all_brought):
-            if brought.what != mine.what:
+            if brought.call != mine.call:
                 raise ProcessError(
-                    f"the processes do different things: {hosts.name(0)} {mine.what}, {hosts.name(index)} "
-                    f"{brought.what}; nothing was written"
+                    f"the processes do different things: {hosts.name(0)} {mine.call}, {hosts.name(index)} "
+                    f"{brought.call}; nothing was written"
                 )
         if differing := [i for i, brought in enumerate(all_brought) if brought.tree != mine.tree]:
             return _encode(Agreed(differing=differing, described="\n".join(lines)[:_MOST_DESCRIBED]))
@@ -277,10 +277,10 @@ def joined_receipts(receipts: Sequence[Receipt]) -> Receipt:
 
 
 class Brought(Struct):
-    """The message of a process to the first meeting: its operation, a digest of its tree, and a digest of the values
+    """The message of a process to the first meeting: its call, a digest of its tree, and a digest of the values
     that it has for itself."""
 
-    what: str
+    call: str
     tree: str
     own: str
 
@@ -305,7 +305,7 @@ def _described(save: Save) -> tuple[Brought, list[str]]:
     """Describe everything that must be the same in all processes, with one line for each leaf."""
     assert save.compared
     how = {name: getattr(save.options, name) for name in ("max_chunk_bytes", "compression", "ocdbt")}
-    what = f"saves the prefix {save.prefix!r} as {save.kind} with {how | {'write_index': save.has_index}}"
+    call = f"saves the prefix {save.prefix!r} as {save.kind} with {how | {'write_index': save.has_index}}"
     lines = [
         f"{s.name}: {s.dtype}{list(s.shape)} of {s.home}"
         + (f", keys of {s.key}" if s.key else "")
@@ -321,7 +321,7 @@ def _described(save: Save) -> tuple[Brought, list[str]]:
     save.compared.own.update(msgspec.json.encode(save.tree.raw_metadata, order="sorted"))
     text = "\n".join(lines).encode(errors="replace")
     tree = xxh3_128_of([text, structure + values])
-    return Brought(what, tree, save.compared.own.hexdigest()), lines
+    return Brought(call, tree, save.compared.own.hexdigest()), lines
 
 
 def _mention(others: Sequence[str], first: str) -> None:

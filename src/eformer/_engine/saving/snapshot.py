@@ -347,10 +347,10 @@ class _DeletedError(Exception):
 
 def _deleted_error(leaves: Mapping[str, Any]) -> LeafError:
     names = [repr(n) for n, leaf in leaves.items() if isinstance(leaf, jax.Array) and leaf.is_deleted()]
-    what = f"leaf {names[0]}: the array was" if len(names) == 1 else f"leaves {few(names)}: the arrays were"
+    found = f"leaf {names[0]}: the array was" if len(names) == 1 else f"leaves {few(names)}: the arrays were"
     return LeafError(
-        f"{what} deleted, probably donated to a jitted function (donate_argnums); save before that call, or save what "
-        "it returned"
+        f"{found} deleted, probably donated to a jitted function (donate_argnums); save before that call, or save its "
+        "result"
     )
 
 

@@ -165,10 +165,10 @@ def start(
             leaves, structure = flatten(tree)
             sources, values, compared = snapshot(leaves, options, hosts, detach=detach)
         entry = new_tree(f"eformer {__version__}, jax {jax.__version__}", structure, recorded, values)
-        host = hosts.name(hosts.index)
+        process = hosts.name(hosts.index)
         interrupts.check()  # the last moment at which no other save waits for this one
-        before = _saves_to_await(options.reuse, store, host) if options.reuse else ()
-        turn = turns.take(store.at(file).key if file else store.key, host, in_background=detach)
+        before = _saves_to_await(options.reuse, store, process) if options.reuse else ()
+        turn = turns.take(store.at(file).key if file else store.key, process, in_background=detach)
         kind = SaveOfSeveral if hosts.count > 1 else Save
         return kind(
             store,
@@ -238,9 +238,11 @@ def _resolved(options: SaveOptions, store: Store, file: str) -> SaveOptions:
     return dataclasses.replace(options, reuse=place)
 
 
-def _saves_to_await(reuse: str | os.PathLike[str] | bool, store: Store, host: str) -> list[threading.Event]:
+def _saves_to_await(
+    reuse: str | os.PathLike[str] | bool, store: Store, process: str
+) -> list[threading.Event]:
     """Return the saves under way to the checkpoint that `reuse` names."""
-    return turns.under_way(store.key if reuse is True else store_at(reuse or "").key, host)
+    return turns.under_way(store.key if reuse is True else store_at(reuse or "").key, process)
 
 
 def _check_prefix(prefix: str) -> None:

@@ -145,7 +145,7 @@ class _Writer:
         yield file.header
         written: list[tuple[Any, int]] = []
         at = len(file.header)
-        for task in self.extent_tasks(file, lambda *what: written.append(what), meter):
+        for task in self.extent_tasks(file, lambda *call: written.append(call), meter):
             task()
             data, offset = written.pop()
             if offset > at:

@@ -23,16 +23,16 @@ _at: ContextVar[tuple[float, str] | None] = ContextVar("eformer_deadline", defau
 
 
 @contextmanager
-def within(seconds: float | None, what: str) -> Iterator[None]:
+def within(seconds: float | None, name: str) -> Iterator[None]:
     """Limit the block to so many seconds; None sets no limit. An earlier deadline stays.
 
-    `what` names the limit in the error, such as "SaveOptions(timeout=5)".
+    `name` names the limit in the error, such as "SaveOptions(timeout=5)".
     """
     before, now = _at.get(), time.monotonic()
     if seconds is None or (before and before[0] < now + seconds):
         yield  # a call inside another one gets no more time
         return
-    token = _at.set((now + seconds, what))
+    token = _at.set((now + seconds, name))
     try:
         yield
     finally:

@@ -95,13 +95,13 @@ def is_wanted(progress: Progress) -> bool:
 
 
 @contextmanager
-def metered(progress: Progress, total: int, what: str) -> Iterator[Meter]:
+def metered(progress: Progress, total: int, doing: str) -> Iterator[Meter]:
     """Yield a meter that reports to `progress`, and report the total on success. Raise errors of the callback."""
     if not is_wanted(progress):
         yield SILENT
         return
     bar: AbstractContextManager[ProgressCallback] = (
-        nullcontext(progress) if callable(progress) else progress_bar(total, what)
+        nullcontext(progress) if callable(progress) else progress_bar(total, doing)
     )
     with bar as callback:
         meter = Meter(total, callback)
@@ -116,12 +116,12 @@ def metered(progress: Progress, total: int, what: str) -> Iterator[Meter]:
 
 
 @contextmanager
-def progress_bar(total: int, what: str) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(total: int, doing: str) -> Iterator[Callable[[int, int], None]]:
     """Draw a progress bar, and yield the function that updates it with the bytes done and the total."""
     bar: Any = None
     is_broken = False
     with suppress(Exception):
-        bar = _Notebook(what) if _is_notebook() else _Terminal(total, what)
+        bar = _Notebook(doing) if _is_notebook() else _Terminal(total, doing)
 
     def update(done: int, total: int) -> None:
         nonlocal is_broken
@@ -147,7 +147,7 @@ def _is_notebook() -> bool:
 class _Terminal:
     """A bar on standard error, so that piped output stays clean."""
 
-    def __init__(self, total: int, what: str) -> None:
+    def __init__(self, total: int, doing: str) -> None:
         from rich.console import Console  # late: importing rich takes a while
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
         from rich.progress import TransferSpeedColumn as Speed
@@ -167,7 +167,7 @@ class _Terminal:
             redirect_stdout=is_shared,
             redirect_stderr=is_shared,
         )
-        self._task = self._bars.add_task(what, total=total)
+        self._task = self._bars.add_task(doing, total=total)
         try:
             self._bars.start()
         except BaseException:
@@ -200,9 +200,9 @@ def _unbuffered(stream: TextIO) -> TextIO:
 class _Notebook:
     """A bar of HTML below the cell. Needs only IPython, which a notebook has."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, doing: str) -> None:
         display = import_module("IPython.display")  # not a dependency
-        self._html, self._what, self._start = display.HTML, what, time.monotonic()
+        self._html, self._doing, self._start = display.HTML, doing, time.monotonic()
         self._handle = display.display(self._html(self._text(0, 0)), display_id=True)
 
     def update(self, done: int, total: int) -> None:
@@ -216,4 +216,4 @@ class _Notebook:
         left = f", {took * (total - done) / done:.0f} s left" if 0 < done < total else f", {took:.1f} s"
         style = "vertical-align: middle; width: 16em"
         bar = f'<progress value="{done}" max="{max(total, 1)}" style="{style}"></progress>'
-        return f"{html.escape(self._what)} {bar} {size(done)} of {size(total)}, {size(done / took)}/s{left}"
+        return f"{html.escape(self._doing)} {bar} {size(done)} of {size(total)}, {size(done / took)}/s{left}"
