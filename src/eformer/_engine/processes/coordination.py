@@ -45,13 +45,6 @@ class LostError(ProcessError):
     """Raised if the other processes cannot be reached."""
 
 
-def this_process() -> tuple[int, int]:
-    """Return the index of this process in the running program, and the number of its processes."""
-    import jax  # late: commands that only read files start without it
-
-    return jax.process_index(), jax.process_count()
-
-
 def service_client() -> Any:
     """Return JAX's client of the coordination service, or None if the service was not started."""
     from jax._src import distributed  # noqa: TID251  JAX has no public name for the service that it documents

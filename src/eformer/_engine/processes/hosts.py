@@ -8,13 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 from eformer._engine.processes.coordination import Hosts as Hosts
 from eformer._engine.processes.coordination import LostError as LostError
-from eformer._engine.processes.coordination import Together, service_client, this_process
+from eformer._engine.processes.coordination import Together, service_client
 from eformer.errors import ProcessError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 TIMEOUT = 600.0  # seconds
+
+
+def _this_process() -> tuple[int, int]:
+    """Return the index of this process in the running program, and the number of its processes."""
+    import jax  # late: commands that only read files start without it
+
+    return jax.process_index(), jax.process_count()
 
 
 class _OneOfMany(Hosts):
@@ -36,7 +43,7 @@ def current(doing: str, processes: Iterable[int] | None = None, timeout: float |
     `doing` names the common task in error messages. Every process that takes part has to make these calls in the same
     order. The processes wait for each other for `timeout` seconds, or 600.
     """
-    process, count = this_process()
+    process, count = _this_process()
     chosen = tuple(range(count)) if processes is None else tuple(sorted({as_number(p) for p in processes}))
     if not chosen or chosen[0] < 0 or chosen[-1] >= count:
         raise ValueError(f"processes={list(chosen)}: the program has {count}, numbered from 0")
@@ -71,7 +78,7 @@ def meeting(doing: str, timeout: float | None) -> Iterator[Hosts]:
 
 def is_alone() -> bool:
     """Tell whether the running program has one process."""
-    return this_process()[1] == 1
+    return _this_process()[1] == 1
 
 
 def _select(chosen: tuple[int, ...], process: int, doing: str, timeout: float) -> Hosts:
