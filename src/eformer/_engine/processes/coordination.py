@@ -45,13 +45,6 @@ class LostError(ProcessError):
     """Raised if the other processes cannot be reached."""
 
 
-def service_client() -> Any:
-    """Return JAX's client of the coordination service, or None if the service was not started."""
-    from jax._src import distributed  # noqa: TID251  JAX has no public name for the service that it documents
-
-    return distributed.global_state.client
-
-
 class Hosts:
     """The processes that take part in a save or a load: the `index` of this one, their `count`, and how they meet.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from eformer._engine.processes.coordination import Hosts as Hosts
 from eformer._engine.processes.coordination import LostError as LostError
-from eformer._engine.processes.coordination import Together, service_client
+from eformer._engine.processes.coordination import Together
 from eformer.errors import ProcessError
 
 if TYPE_CHECKING:
@@ -22,6 +22,13 @@ def _this_process() -> tuple[int, int]:
     import jax  # late: commands that only read files start without it
 
     return jax.process_index(), jax.process_count()
+
+
+def service_client() -> Any:
+    """Return JAX's client of the coordination service, or None if the service was not started."""
+    from jax._src import distributed  # noqa: TID251  JAX has no public name for the service that it documents
+
+    return distributed.global_state.client
 
 
 class _OneOfMany(Hosts):
