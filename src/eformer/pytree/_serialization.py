@@ -24,7 +24,7 @@ from eformer._engine.formats.msgpack.writer import pack as _pack
 from eformer._engine.record.signature import signature_name as _signature_name
 from eformer._engine.stores.directory import Directory as _Directory
 from eformer._engine.stores.durable import replacing as _replacing
-from eformer._engine.stores.journal import sweep as _sweep
+from eformer._engine.stores.journal import sweep_dead as _sweep
 from eformer._engine.stores.urls import is_file_url as _is_file_url
 from eformer._engine.stores.urls import local_path as _local_path
 from eformer._engine.tasks.interrupts import check as _check

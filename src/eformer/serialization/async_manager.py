@@ -29,7 +29,7 @@ from eformer._engine.saving.save import complete
 from eformer._engine.saving.start import refuse_swapped, start
 from eformer._engine.stores.local import is_there
 from eformer._engine.stores.locate import store_at
-from eformer._engine.stores.store_options import remember
+from eformer._engine.stores.store_options import options_during
 from eformer._engine.stores.urls import (
     is_bucket_url,
     is_file_url,
@@ -156,6 +156,9 @@ class AsyncCheckpointManager:
         self.enable_compression = enable_compression
         self.use_tensorstore = use_tensorstore
         self._lock = Lock()
+        self._with_credentials: set[str] = (
+            set()
+        )  # paths for which Google's credentials are set while this lives
         self._pending: list[Pending] = []
         self._global_manager: GlobalAsyncCheckpointManager | None = None
 
@@ -459,7 +462,10 @@ class AsyncCheckpointManager:
         if self.gcs_bucket and not is_bucket_url(text) and not os.path.isabs(text):  # noqa: PTH117
             text = f"gs://{self.gcs_bucket}/{text}"
         if self.gcs_credentials_path and is_gcs_path(text):
-            remember(text, {"credentials_path": self.gcs_credentials_path})
+            with self._lock:
+                if text not in self._with_credentials:
+                    options_during(self, text, {"credentials_path": self.gcs_credentials_path})
+                    self._with_credentials.add(text)
         return text
 
     # -------------------------------------------------------------------------------------------- rest

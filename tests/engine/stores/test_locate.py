@@ -88,7 +88,7 @@ def test_a_url_is_decoded_and_must_be_of_this_machine():
 
 @pytest.mark.parametrize("url", ["s3://bucket/x", "gs://bucket/x", "az://container/x", "memory://x"])
 def test_what_works_on_disks_only_says_so_of_a_bucket(url):
-    with pytest.raises(ValueError, match="is in a bucket, and this works in local directories only"):
+    with pytest.raises(ValueError, match="is in a bucket, expected a local path"):
         local_path(url)
 
 

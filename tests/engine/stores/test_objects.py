@@ -61,7 +61,7 @@ def test_an_object_of_which_the_server_gives_two_lengths_is_an_error(monkeypatch
     longer = structs.replace(objects.head("a"), nbytes=9)
     monkeypatch.setattr(objects, "head", lambda key: longer)
     with pytest.raises(
-        OSError, match="does not read it from byte 5 on, and says that it is longer; try again"
+        OSError, match="does not read it from byte 5 on, although it says that it is longer; try again"
     ):
         objects.read("a", 5, 2)
 

@@ -1,4 +1,4 @@
-"""Sign a checkpoint, and find everything that is not what was signed."""
+"""Sign a checkpoint, and find all differences from its signature."""
 
 import json
 import os
@@ -288,7 +288,7 @@ def test_a_file_that_is_swapped_after_it_was_looked_at_is_found(directory, monke
 
         with monkeypatch.context() as patch:
             patch.setattr(SignedStore, "differences", swap)
-            with pytest.raises(AlteredError, match="is not what was signed"):
+            with pytest.raises(AlteredError, match="differs from its signature"):
                 load(directory, key=PUBLIC)
         (directory / name).write_bytes(data[directory / name])
     assert same(load(directory, key=PUBLIC), tree())
@@ -437,7 +437,7 @@ def test_an_altered_step_is_skipped_as_a_damaged_one_is(tmp_path):
     data.write_bytes(flipped)
     found = checkpoint.Run(tmp_path / "run", signals=()).resume(key=PUBLIC)
     assert found.step == 1
-    assert "is not what was signed" in found.skipped[2]
+    assert "differs from its signature" in found.skipped[2]
 
 
 def test_near_steps_are_not_signed(tmp_path):

@@ -42,7 +42,7 @@ from eformer._engine.record.text import few
 from eformer._engine.record.values import LeftToCode
 from eformer._engine.stores.cache import caching
 from eformer._engine.stores.keys import public_key
-from eformer._engine.stores.store_options import remember
+from eformer._engine.stores.store_options import options_of_call
 from eformer._engine.tasks.deadline import within
 from eformer._engine.tasks.interrupts import called, uninterrupted
 from eformer._engine.tasks.pool import gc_paused
@@ -205,8 +205,7 @@ def load(
                     faster for large leaves on slow storage
     timeout         seconds that processes wait for each other, by default 600; and after which a load from a bucket is
                     given up with TimeoutError, by default never, because its requests have limits of their own
-    store_options   a dict of options of the bucket that `path` is in, see `store_options`; from this call on they hold
-                    for the path and all below it
+    store_options   a dict of options of the bucket that `path` is in, for this call alone; `store_options` lists them
     cache           a directory of this machine that keeps what is read from a bucket for the next load; None for that
                     of the environment variable EFORMER_CACHE, False for none. Damaged parts of it are fetched again.
                     The least recently used objects are removed when it is larger than EFORMER_CACHE_BYTES, by default
@@ -232,11 +231,9 @@ def load(
     arguments = dict(locals())  # those of a request, by name: all but these three
     del arguments["path"], arguments["return_report"], arguments["store_options"]
     paths = [path] if isinstance(path, _ONE_PATH) else _list_of(path)
-    if store_options:
-        for each in paths:
-            remember(each, store_options)
     request = request_from(is_list=len(paths) > 1, **arguments)
-    loaded = load_tree(paths, request)
+    with options_of_call(store_options, *paths):
+        loaded = load_tree(paths, request)
     if return_report:
         return loaded.tree, loaded.report
     if request.partial or request.rename:

@@ -36,8 +36,8 @@ class SaveOptions:
                       linked file holds leaves that have changed since. None, the default, is False for `save` and
                       `save_async`; a `Run` takes None and True for its last step, and links only files whose leaves are
                       all unchanged, which other programs can always open
-    store_options     a dict of options of the bucket, see `store_options`; from this call on they hold for the path and
-                      all below it
+    store_options     a dict of options of the bucket, which `store_options` lists. They hold for one save, until it is
+                      done; those of a `Run` until it is closed
 
     Only for the format "zarr":
 

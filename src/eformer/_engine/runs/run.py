@@ -31,7 +31,7 @@ from eformer._engine.runs.writer import Writer
 from eformer._engine.saving.pending import Pending, run_in_background, wait_for_saves_below
 from eformer._engine.saving.start import start
 from eformer._engine.stores.locate import absolute, store_at
-from eformer._engine.stores.store_options import remember
+from eformer._engine.stores.store_options import options_during
 from eformer._engine.tasks.interrupts import uninterrupted
 
 if TYPE_CHECKING:
@@ -103,11 +103,10 @@ class Run:
         self._last, self._on_saved = LastSave(tolerate), on_saved
         self._format: Format = format
         self._options = options_from(options)
-        remember(self.path, self._options.store_options)
-        store = store_at(self.path)
         if self._keep == ():
             raise ValueError(f"keep={keep!r}: no rule says which steps stay; None keeps all")
-        self._writer = Writer(store, secrets.token_hex(8))
+        self._end_store_options = options_during(self, self.path, self._options.store_options)
+        self._writer = Writer(store_at(self.path), secrets.token_hex(8))
         if near is None and near_every is not None:
             raise ValueError("near_every= needs near=, the directory to save to")
         self._near = None if near is None else Near(near, near_every, self._writer, self._options, clock)
@@ -427,6 +426,7 @@ class Run:
         finally:
             self._at_end.detach()  # the end is told once
             self._signals.close()
+            self._end_store_options()
 
 
 @dataclasses.dataclass(slots=True)
