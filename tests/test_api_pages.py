@@ -20,8 +20,8 @@ CALLS = {name: (call, text) for name, call, text in calls()}
 
 # What functions return: their fields are described, and nobody makes them.
 RESULTS = {
-    "Conversion", "Diff", "DryRun", "HtmlReport", "LoadReport", "Manifest", "PathStat", "Pending", "Pruned", "Report", "Resumed", "Step",
-    "View",
+    "Conversion", "Diff", "DryRun", "LoadReport", "Manifest", "PathStat", "Pending", "Pruned", "Report", "Resumed", "Step",
+    "Verification", "View",
 }  # fmt: skip
 MAIN = [
     *("abstract", "convert", "diff", "dry_run", "follow", "inspect", "latest", "load", "open", "prune"),

@@ -217,10 +217,10 @@ def test_the_engine_offers_what_is_documented_and_no_more():
         "Diff",
         "DryRun",
         "Every",
-        "HtmlReport",
         "Keep",
         "LoadReport",
         "Manifest",
+        "Near",
         "Pending",
         "Pruned",
         "Report",
@@ -228,6 +228,7 @@ def test_the_engine_offers_what_is_documented_and_no_more():
         "Run",
         "SaveOptions",
         "Step",
+        "Verification",
         "View",
     }
     assert set(eformer.checkpoint.__all__) == set(CHECKPOINT) | nouns

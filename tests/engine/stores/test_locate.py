@@ -112,7 +112,7 @@ PATH_CALLS = {
     "convert from": lambda path: checkpoint.convert(path, "x.npz"),
     "convert to": lambda path: checkpoint.convert("source", path, to="npz"),
     "Run": checkpoint.Run,
-    "near": lambda path: checkpoint.Run("run", near=path),
+    "near": lambda path: checkpoint.Run("run", near=checkpoint.Near(path, every=1)),
     "steps": checkpoint.steps,
     "latest": checkpoint.latest,
     "follow": lambda path: next(checkpoint.follow(path)),

@@ -441,7 +441,7 @@ def test_an_altered_step_is_skipped_as_a_damaged_one_is(tmp_path):
 
 
 def test_near_steps_are_not_signed(tmp_path):
-    run = checkpoint.Run(tmp_path / "run", near=tmp_path / "near", near_every=1, signals=())
+    run = checkpoint.Run(tmp_path / "run", near=checkpoint.Near(tmp_path / "near", every=1), signals=())
     with pytest.raises(ValueError, match="near steps are not signed"):
         run.resume(key=PUBLIC)
 
@@ -577,7 +577,7 @@ def test_a_step_that_is_held_is_signed_as_the_step_is(tmp_path):
     step(tmp_path / "run")
     sign(tmp_path / "run", key=PRIVATE)
     (only,) = checkpoint.steps(tmp_path / "run")
-    with only.held() as path:
+    with only.hold() as path:
         assert same(load(path, key=PUBLIC), tree())
 
 

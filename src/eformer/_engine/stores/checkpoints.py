@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import stat
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from eformer._engine.stores.bucket import BucketStore
@@ -16,7 +16,7 @@ from eformer._engine.stores.bucket_removal import (
 )
 from eformer._engine.stores.directory import Directory, remove_entry, require_removable, walk
 from eformer._engine.stores.durable import SCRATCH, scratch_name
-from eformer._engine.stores.journal import sweep_dead
+from eformer._engine.stores.journal import JOURNAL, sweep_dead
 from eformer._engine.stores.leases import LEASES, leased
 from eformer._engine.stores.local import on_disk
 from eformer._engine.stores.local_upload import LocalUpload
@@ -98,10 +98,9 @@ def held(store: Store, name: str) -> Iterator[str]:
 
 
 def has_unfinished(store: Store) -> bool:
-    """Tell whether a place has the files of an unfinished save, whose writer is alive or dead."""
-    if on_disk(store) is not None:
-        kinds = store.kinds().items()
-        return any(kind == "directory" and SCRATCH.fullmatch(name) for name, kind in kinds)
+    """Tell whether a place may have published a part of an unfinished save, whose writer is alive or dead."""
+    if on_disk(store) is not None:  # a save writes its journal before it publishes directories
+        return any(store.exists(f"{name}/{JOURNAL}") for name in store.kinds() if SCRATCH.fullmatch(name))
     return bool(store.sizes(LEASES))  # not `kinds`: SeaweedFS goes on listing empty directories
 
 
@@ -161,10 +160,18 @@ def _remove(place: Directory, name: str, identity: Identity, target: Directory, 
     status = place.status(name)
     if status is None or _identity(status) != identity:
         raise changed
-    if stat.S_ISDIR(status.st_mode):
-        require_removable(place, name)
-    place.rename(name, target, hidden)
-    place.sync()
+    with ExitStack() as stack:
+        # A save commits under the lock of its directory: no save commits between this look and the rename.
+        if stat.S_ISDIR(status.st_mode):
+            require_removable(place, name)
+            stack.enter_context(stack.enter_context(place.enter(name)).locked())
+        else:
+            stack.enter_context(place.locked())
+        now = place.status(name)
+        if now is None or _identity(now) != identity:
+            raise changed
+        place.rename(name, target, hidden)
+        place.sync()
     with suppress(FileNotFoundError):  # a save may sweep it at the same time
         moved = target.status(hidden)
         if moved is None or (moved.st_mode, moved.st_ino) != (status.st_mode, status.st_ino):

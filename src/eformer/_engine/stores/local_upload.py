@@ -52,6 +52,8 @@ class LocalUpload(NewFiles):
                 self._publish(change, commit.save_id)
                 if change.index:
                     self.swap(commit.name, change.index(UNSET), index.version)
+                else:
+                    self._forget_journal()
             except BaseException:
                 # The sync may fail after the index is in place, so the index decides.
                 if not commit.is_done():
@@ -97,6 +99,13 @@ class LocalUpload(NewFiles):
         self.top.sync()
         self.place.sync()  # the journal survives a crash only if its directory does
         self.journal = journal
+
+    def _forget_journal(self) -> None:
+        """Complete a save without an index. With the journal, which no index contradicts, a later save would undo it:
+        so a power cut must not bring the journal back."""
+        if self.journal:
+            self.top.unlink(JOURNAL)
+            self.top.sync()
 
     def _move_file(self, name: str, final: str) -> None:
         """Give a file its final name. A linked file that already has that name stays, because the rename does nothing

@@ -5,6 +5,7 @@ and the URL, and never hold a secret.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import os
 import re
@@ -426,12 +427,52 @@ class _Loop:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.loop = asyncio.new_event_loop()
+        self.loop = _CountedLoop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="eformer-requests", daemon=True)
         self.thread.start()
 
 
-_started = cache(_Loop)
+class _CountedLoop(asyncio.SelectorEventLoop):
+    """An event loop that knows how many foreign threads are calling it."""
+
+    calls = 0
+
+    def call_soon_threadsafe(self, *args: Any, **context: Any) -> asyncio.Handle:  # type: ignore[override]
+        self.calls += 1  # the GIL is held; a lost update costs a part of the grace time at the end
+        try:
+            return super().call_soon_threadsafe(*args, **context)
+        finally:
+            self.calls -= 1
+
+
+def _wait_for_answers(started: _Loop) -> None:
+    """Let threads of obstore return before the interpreter ends.
+
+    A thread of obstore tells the loop of an answer, and drops the GIL on the way. If the interpreter ends then, the
+    thread is ended inside of Rust, which aborts the process after its work is done.
+    """
+    if started.pid != os.getpid():  # a child of a fork has none of these threads
+        return
+    deadline = time.monotonic() + _MOST_GRACE
+    while started.loop.calls > 0 and time.monotonic() < deadline:
+        time.sleep(_GRACE)
+    time.sleep(_GRACE)  # for the way from the loop back into Rust
+
+
+_start = Lock()
+_GRACE, _MOST_GRACE = 0.01, 1.0  # seconds
+
+
+@cache
+def _started_once() -> _Loop:
+    started = _Loop()
+    atexit.register(_wait_for_answers, started)
+    return started
+
+
+def _started() -> _Loop:
+    with _start:  # `cache` alone would start several loops for several threads
+        return _started_once()
 
 
 def _loop() -> _Loop:
