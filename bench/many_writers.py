@@ -46,7 +46,7 @@ from eformer._engine.record.planned import Source
 from eformer._engine.saving.commit import new_tree
 from eformer._engine.saving.reuse import Kept
 from eformer._engine.saving.save import Compared, Save
-from eformer._engine.saving.several import SaveOfSeveral, merged
+from eformer._engine.saving.several import SaveOfSeveral, joined_receipts
 from eformer._engine.saving.staging import Staging
 from eformer._engine.saving.write import write
 from eformer._engine.stores.base import update_file
@@ -211,7 +211,7 @@ def save(case: Case, url: str) -> Written:
         messages = [msgspec.msgpack.encode(receipts[writer]) for writer in range(case.writers)]
         decode = msgspec.msgpack.Decoder(Receipt).decode
         began = time.perf_counter()
-        Save.commit(first, merged([decode(message) for message in messages]))
+        Save.commit(first, joined_receipts([decode(message) for message in messages]))
         written.commit = time.perf_counter() - began
     data = store_at(url).read(MANIFEST)[0]
     owners = Manifest.from_json(data, url).trees[""].owners

@@ -159,7 +159,7 @@ def simulate(count: int, leaves: int, cut: str, directory: Path) -> None:
 
     from eformer._engine.record.manifest import weight_of
     from eformer._engine.saving.save import Save
-    from eformer._engine.saving.several import merged
+    from eformer._engine.saving.several import joined_receipts
     from eformer._engine.saving.start import start as start_save
     from eformer._engine.tasks.progress import SILENT
     from eformer.checkpoint import load
@@ -204,7 +204,7 @@ def simulate(count: int, leaves: int, cut: str, directory: Path) -> None:
             missing = 0
         messages = [msgspec.msgpack.encode(receipt) for receipt in receipts]
         decode = msgspec.msgpack.Decoder(type(receipts[0])).decode
-        sealed, _ = timed(lambda: Save.commit(saves[0], merged(list(map(decode, messages)))))
+        sealed, _ = timed(lambda: Save.commit(saves[0], joined_receipts(list(map(decode, messages)))))
     if has_all:
         print(json.dumps({"load": timed(lambda: load(directory))[0]}))
         return

@@ -418,7 +418,7 @@ def test_help_lists_every_command_once_in_a_few_words():
 
 def test_help_shows_examples_as_they_are_typed():
     shown = run("convert", "--help").stdout
-    assert "\n  eformer convert ./orbax/100 ./checkpoint --to tensorstore\n" in shown
+    assert "\n  eformer convert ./orbax/100 ./checkpoint --to zarr\n" in shown
     assert "\n  lm_head\\.weight ->\n" in shown
     assert "\\b" not in shown
 

@@ -240,7 +240,7 @@ def test_leaves_that_lie_in_one_process_each_are_all_saved(four, path):
 def test_another_tree_in_one_process_is_an_error_in_all(two, path, kind, says, others):
     save({"old": 1}, path, **scenes.format_of(path))
     if kind == "other compression" and path.name == "safetensors":
-        says, others = "'tensorstore'", "process 1: ValueError"
+        says, others = "for the format zarr", "process 1: ValueError"
     first, second = two.run("save_another_tree", path, 1, kind)
     assert says in second.text
     assert others in first.text

@@ -120,7 +120,7 @@ class TestSafetensors(Safetensors, Directories):
         assert_same(found, {"a.w": np.arange(6, dtype=np.float32), "b": np.ones(2, np.int8)})
 
     def test_a_pytree_needs_its_index(self, manager, path):
-        with pytest.raises(ValueError, match=r"write_index=False is for the format 'tensorstore'"):
+        with pytest.raises(ValueError, match=r"write_index=False is for the format zarr"):
             manager.save_pytree(state(), path, prefix="m", write_index=False)
         assert not path.exists()
 

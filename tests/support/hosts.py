@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from eformer._engine.saving.save import carry_out
+from eformer._engine.saving.save import complete
 from eformer._engine.saving.start import start
 from eformer.checkpoint import SaveOptions
 from eformer.errors import ProcessError
@@ -138,7 +138,7 @@ def save_together(crew, tree_of, path, layout=("safetensors", {}), **options):
 
     def work(host):
         options_ = SaveOptions(**special, **options)
-        carry_out(start(tree_of(host), path, format=name, options=options_, hosts=host))
+        complete(start(tree_of(host), path, format=name, options=options_, hosts=host))
 
     return crew.run(work)
 

@@ -268,8 +268,8 @@ _MOST_NOTES = 20
 @click.argument("destination", type=click.Path())
 @click.option(
     "--to",
-    type=click.Choice(["safetensors", "tensorstore", "msgpack", "npz", "peft", "orbax"]),
-    help="The target format.",
+    type=click.Choice(["safetensors", "zarr", "tensorstore", "msgpack", "npz", "peft", "orbax"]),
+    help="The target format; tensorstore is another name of zarr.",
 )
 @click.option("--dtype", help="Cast floating leaves: bf16, fp16, float32, ...")
 @click.option(
@@ -323,7 +323,7 @@ def convert(
 
     \b
     eformer convert ./checkpoint ./hf --to safetensors --dtype bf16 --max-shard-size 5GB
-    eformer convert ./orbax/100 ./checkpoint --to tensorstore
+    eformer convert ./orbax/100 ./checkpoint --to zarr
     eformer convert ./hf ./mine --to safetensors --rename rules.txt --dry-run
     eformer convert ./lora ./adapter --to peft --config lora_alpha=32
 

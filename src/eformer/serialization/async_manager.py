@@ -25,7 +25,7 @@ from eformer._engine.record.names import readable
 from eformer._engine.record.options import SaveOptions
 from eformer._engine.record.values import MALFORMED_JSON
 from eformer._engine.saving.pending import Pending, run_in_background, wait_for
-from eformer._engine.saving.save import carry_out
+from eformer._engine.saving.save import complete
 from eformer._engine.saving.start import refuse_swapped, start
 from eformer._engine.stores.local import is_there
 from eformer._engine.stores.locate import store_at
@@ -193,7 +193,7 @@ class AsyncCheckpointManager:
         where = self._resolve(path)
         gather = _Gather(mesh, gather_fns, do_all_gather, cpu_offload, self.verbose)
         if save := self._start(tree, where, prefix, metadata, float_dtype, gather):
-            carry_out(save)
+            complete(save)
             if callback is not None:
                 callback(where)
         return where
@@ -259,7 +259,7 @@ class AsyncCheckpointManager:
         where = self._resolve(path)
         gather = _Gather(mesh, None, do_all_gather, cpu_offload, self.verbose)
         if save := self._start(pytree, where, prefix, extras, dtype, gather, write_index=write_index):
-            carry_out(save)
+            complete(save)
         return where
 
     @uninterrupted

@@ -9,7 +9,7 @@ from eformer._engine.loading.request import PlacementRequest, Request
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.names import readable as _readable
 from eformer._engine.saving.pending import serialize_with
-from eformer._engine.saving.save import carry_out
+from eformer._engine.saving.save import complete
 from eformer._engine.saving.start import refuse_swapped, start
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer.serialization._keys import is_array_like, join_key, leaf_key_paths
@@ -64,7 +64,7 @@ def tree_serialize_leaves(
     if manager is not None:
         serialize_with(manager, save, commit_callback)
         return
-    carry_out(save)
+    complete(save)
     if commit_callback is not None:
         commit_callback()
 

@@ -274,6 +274,7 @@ def test_a_save_up_to_an_eighth_of_the_available_memory_is_warm_for_its_reader(t
     passed, write = [], new_files.write_past_cache
     monkeypatch.setattr(new_files, "write_past_cache", lambda *how: passed.append(1) or write(*how))
     tree = {"w": np.arange(2**18)}
+    monkeypatch.setattr(new_files, "_SMALL_SAVE", 0)
     monkeypatch.setattr(new_files, "available_memory", lambda: 8 * 2**21 + 8 * 1000)  # with the header
     call(tree, tmp_path / "a")
     assert not passed
@@ -282,6 +283,12 @@ def test_a_save_up_to_an_eighth_of_the_available_memory_is_warm_for_its_reader(t
     call(tree, tmp_path / "b")
     assert len(passed) == 1
     assert_same(load(tmp_path / "b"), tree)
+
+
+def test_a_small_save_never_looks_at_the_memory_of_the_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(new_files, "available_memory", lambda: pytest.fail("looked at"))
+    save({"w": np.arange(2**18)}, tmp_path / "a")
+    assert is_in_memory(tmp_path / "a" / "model.safetensors")
 
 
 @pytest.mark.parametrize("verify", [True, False])

@@ -173,9 +173,7 @@ def test_compressed_arrays_are_smaller(tmp_path):
     "option", [{"compression": "zstd"}, {"ocdbt": True}, {"max_chunk_bytes": 3}], ids=str
 )
 def test_options_of_arrays_are_refused_by_the_other_format(tmp_path, option):
-    with pytest.raises(
-        ValueError, match=rf"SaveOptions.{next(iter(option))} is for the format 'tensorstore'"
-    ):
+    with pytest.raises(ValueError, match=rf"SaveOptions.{next(iter(option))} is for the format zarr"):
         save({}, tmp_path / "x", options=SaveOptions(**option))
     assert not (tmp_path / "x").exists()
 

@@ -265,15 +265,15 @@ def test_nothing_is_removed_through_links(far, near, tmp_path):
 
 
 def test_a_near_save_that_fails_is_logged_and_the_run_goes_on(far, near, monkeypatch, caplog):
-    carry_out, failing = near_module.carry_out, {"step-24", "step-27"}
+    complete, failing = near_module.complete, {"step-24", "step-27"}
 
     def full(save):
         if save.store.url.rpartition("/")[2] in failing:
             save.turn.end()
             raise OSError(errno.ENOSPC, "No space left on device")
-        carry_out(save)
+        complete(save)
 
-    monkeypatch.setattr(near_module, "carry_out", full)
+    monkeypatch.setattr(near_module, "complete", full)
     with caplog.at_level(logging.ERROR):
         loop(far, near, 29)
     assert [r.getMessage().rpartition("/")[2] for r in caplog.records] == [

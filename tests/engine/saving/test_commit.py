@@ -25,7 +25,7 @@ from eformer._engine.formats import find
 from eformer._engine.record.manifest import Manifest
 from eformer._engine.saving import commit as _record
 from eformer._engine.saving import several
-from eformer._engine.saving.save import carry_out
+from eformer._engine.saving.save import complete
 from eformer._engine.saving.start import start
 from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.journal import sweep_dead
@@ -219,8 +219,21 @@ def test_pending_saves_finish_when_the_interpreter_exits(tmp_path):
 
 
 def test_an_unknown_format_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="unknown format 'zip'"):
+    with pytest.raises(ValueError, match=r"unknown format 'zip'; expected safetensors or zarr$"):
         save({}, tmp_path, format="zip")
+
+
+def test_zarr_and_tensorstore_are_one_format(tmp_path):
+    for name in ("zarr", "tensorstore"):
+        save({"w": np.arange(3)}, tmp_path / name, format=name)
+        assert checkpoint.inspect(tmp_path / name).format == "tensorstore"  # the word on disk
+    save({"w": np.arange(4)}, tmp_path / "tensorstore", format="zarr", options={"reuse": tmp_path / "zarr"})
+    save({"w": np.arange(3)}, tmp_path / "tensorstore", format="zarr", options={"reuse": True})
+    assert (checkpoint.load(tmp_path / "tensorstore")["w"] == np.arange(3)).all()
+    with pytest.raises(
+        ValueError, match=r"'x.safetensors' is the name of a safetensors file, and the format is 'zarr'"
+    ):
+        save({}, tmp_path / "x.safetensors", format="tensorstore")
 
 
 @pytest.mark.parametrize(
@@ -343,7 +356,7 @@ def test_an_error_of_one_is_an_error_of_all(tmp_path):
         if host.index == 1:  # no more to go by
             few = SimpleNamespace(max_chunk_bytes=None, max_shard_bytes=2**30, compression=None, ocdbt=False)
             prepared = dataclasses.replace(prepared, options=few)
-        carry_out(prepared)
+        complete(prepared)
 
     outcomes = Crew(3).run(work)
     assert isinstance(outcomes[1], AttributeError)

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from eformer import checkpoint
 from eformer._engine.record.manifest import Manifest
-from eformer._engine.saving.save import carry_out
+from eformer._engine.saving.save import complete
 from eformer._engine.saving.start import start
 from eformer._engine.stores.bucket import BucketUpload
 from eformer._engine.stores.directory import Directory
@@ -233,7 +233,7 @@ def test_a_save_is_not_harmed_by_a_checkpoint_that_vanishes_while_it_is_used_aga
 def test_an_array_without_elements_has_its_checksum_too(tmp_path, kind):
     tree, options = {"empty": np.zeros((0, 4)), "w": np.ones(3)}, SaveOptions(checksums=True)
     outcomes = Crew(2).run(
-        lambda host: carry_out(start(tree, tmp_path, format=kind, options=options, hosts=host))
+        lambda host: complete(start(tree, tmp_path, format=kind, options=options, hosts=host))
     )
     assert outcomes == [None, None]
     assert checkpoint.open(tmp_path).tree.leaves["empty"].sha256 == hashlib.sha256().hexdigest()

@@ -69,7 +69,7 @@ def test_a_wait_that_is_interrupted_leaves_the_save_alone(path):
     pending = save_async(INTERRUPTED, path)
     for waiting in (pending.result, wait, lambda: load(path)):
         with pytest.raises(KeyboardInterrupt):
-            pressed_at(interrupts.wait, waiting)
+            pressed_at(interrupts.wait_until, waiting)
     turn.end()
     assert pending.result() == str(path)
     assert load(path)["w"][0] == 2.0

@@ -412,6 +412,7 @@ def in_memory():
 
 def test_a_file_system_in_memory(in_memory, tmp_path, kind, monkeypatch, caplog, written):
     monkeypatch.setattr("eformer._engine.stores.new_files._WARM_PART", 0)
+    monkeypatch.setattr("eformer._engine.stores.new_files._SMALL_SAVE", 0)
     with caplog.at_level("DEBUG", "eformer"):
         save(tree(0), in_memory / "a", options=SaveOptions(reuse=True))
     assert ("cannot write past the page cache" in caplog.text) == (kind == "safetensors")

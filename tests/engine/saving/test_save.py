@@ -75,7 +75,7 @@ def test_the_refusal_says_what_to_do(tmp_path):
         save(TREE, tmp_path / "x.npz")
     with pytest.raises(ValueError, match="save_to_file"):
         save(TREE, tmp_path / "x.msgpack")
-    with pytest.raises(ValueError, match="name of a safetensors file, but the format is 'tensorstore'"):
+    with pytest.raises(ValueError, match="name of a safetensors file, but the format is 'zarr'"):
         save(TREE, tmp_path / "x.safetensors", format="tensorstore")
 
 

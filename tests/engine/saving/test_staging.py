@@ -21,5 +21,5 @@ def test_an_array_is_there_before_a_program_cuts_it(monkeypatch):
             return np.arange(4)[index]
 
     monkeypatch.setattr(staging, "staged", lambda array: array)
-    assert staging.on_host(Array(), Box((1,), (3,))).tolist() == [1, 2]
+    assert staging.box_on_host(Array(), Box((1,), (3,))).tolist() == [1, 2]
     assert events == ["wait", "cut"]

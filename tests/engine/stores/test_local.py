@@ -286,7 +286,7 @@ def test_small_files_of_directories_in_any_order(tmp_path):
 def passing(tmp_path, monkeypatch):
     monkeypatch.setattr(new_files, "_WARM_PART", 0)
     upload = LocalUpload(tmp_path)
-    upload.nbytes = 1
+    upload.nbytes = 2**30
     yield upload.create("file", 0)
     upload.close()
 

@@ -84,7 +84,7 @@ if os.fork() == 0:
     try:
         under_way.result()
     except RuntimeError as error:
-        assert "the process that this one was forked from saves to under way" in str(error)
+        assert "the parent of this forked process saves to under way: wait in the parent" in str(error)
         os._exit(0)
     os._exit(1)
 status = os.wait()[1]

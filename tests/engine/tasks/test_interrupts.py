@@ -224,16 +224,16 @@ def test_a_process_that_is_forked_inside_a_block_is_interrupted_at_once():
 @pytest.mark.parametrize("wait", [threading.Event().wait, lambda _=None: interrupts.result_of(Future())])
 def test_a_wait_for_ever_is_interrupted(wait):
     with pytest.raises(KeyboardInterrupt):
-        run(press, lambda: interrupts.wait(wait))
+        run(press, lambda: interrupts.wait_until(wait))
 
 
 def test_a_wait_ends_with_its_time_or_when_there_is_something():
     event, late = threading.Event(), Future()
     late.set_result("there")
     with held_back():
-        assert not interrupts.wait(event.wait, 0.1)
+        assert not interrupts.wait_until(event.wait, 0.1)
         event.set()
-        assert interrupts.wait(event.wait)
+        assert interrupts.wait_until(event.wait)
         assert interrupts.result_of(late, 1) == "there"
         with pytest.raises(TimeoutError):
             interrupts.result_of(Future(), 0.1)

@@ -270,11 +270,25 @@ def test_an_existing_destination_is_left_alone(source, tmp_path, there):
     assert os.path.lexists(new)
 
 
+@pytest.mark.parametrize("to", ["zarr", "tensorstore"])
+def test_zarr_has_two_names(source, tmp_path, to):
+    assert convert(source, tmp_path / "new", to=to).to == "zarr"
+    assert inspect(tmp_path / "new").format == "tensorstore"  # the word on disk
+
+
 @pytest.mark.parametrize(
     ("name", "options", "problem"),
     [
-        ("new", {}, "no format given"),
-        ("new", {"to": "hdf5"}, "unknown format 'hdf5'"),
+        (
+            "new",
+            {},
+            "no format given, and 'new' does not name one; to= is one of safetensors, zarr, msgpack, npz, ",
+        ),
+        (
+            "new",
+            {"to": "hdf5"},
+            "unknown format 'hdf5'; expected safetensors, zarr, msgpack, npz, peft or orbax",
+        ),
         ("new.npz", {"to": "safetensors"}, "has the suffix of npz"),
         ("new", {"to": "safetensors", "dtype": "int8"}, "not a floating dtype"),
         ("new", {"to": "safetensors", "memory": 10**6}, "allow at least"),

@@ -11,7 +11,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eformer._engine.formats import process_records
-from eformer._engine.processes import coordination
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.saving import several
 from eformer._engine.stores import local_files as files
@@ -294,7 +293,7 @@ def meet_often(times, nbytes):
 
 
 def count_entries():
-    return len(coordination.service_client().key_value_dir_get_bytes("eformer"))
+    return len(_hosts.service_client().key_value_dir_get_bytes("eformer"))
 
 
 def load_renamed(path, weights):

@@ -1,14 +1,14 @@
-"""Meetings of several processes by the key-value store of JAX's coordination service.
+"""Meetings of several processes by the key-value store of the coordination service of JAX.
 
-The service starts before any device, answers in a millisecond and needs no collectives, in which a background thread
-must not take part. It is slow for large data (30 MB/s), so messages are short; bulk data goes through the directory
-that is saved to.
+The service starts before any device, answers in a millisecond, and needs no collectives: a background thread must not
+begin one, because all processes have to begin their collectives in the same order. The service is slow for large data
+(30 MB/s), so messages are short, and bulk data goes through the directory that is saved to.
 
 A meeting uses keys below eformer/<group>/<number of the save or load>/<number of the meeting>:
 
     sent/<index>                   the message of a process
     answer                         the answer of the first process
-    more/<either of them>/<n>      further pieces of a long message
+    more/<one of these>/<n>        further parts of a long message
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from eformer.errors import ProcessError, ProcessTimeoutError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-# The service would take longer messages in one piece, but keeps all of them in memory.
+# The service takes longer messages, too, but keeps each whole in memory.
 _PIECE_BYTES = 2**18
 
-# Python cannot be interrupted while a call of JAX waits, so each call waits only for a short time.
+# Python handles no Ctrl-C while a call of JAX waits, so each call waits only for a short time.
 _WAIT_SECONDS = 2.0
 
-# The keys of a meeting are deleted when so many later ones have ended: by then all processes have read them.
+# The keys of a meeting are deleted when so many later meetings have ended: by then all processes have read them. The
+# service would keep them until the program ends.
 _KEPT_MEETINGS = 64
 
 # The first byte of a message: it has content, or says why the process has failed.
@@ -41,21 +42,7 @@ _MAX_REASON = 4000  # characters of an error
 
 
 class LostError(ProcessError):
-    """The other processes cannot be reached any more."""
-
-
-def this_process() -> tuple[int, int]:
-    """Return the index of this process in the running program, and how many processes there are."""
-    import jax  # late: tools that only read files start without it
-
-    return jax.process_index(), jax.process_count()
-
-
-def service_client() -> Any:
-    """Return JAX's client of the coordination service, or None if the service was not started."""
-    from jax._src import distributed  # noqa: TID251  JAX has no public name for the service that it documents
-
-    return distributed.global_state.client
+    """Raised if the other processes cannot be reached."""
 
 
 class Hosts:
@@ -71,24 +58,24 @@ class Hosts:
     def meet(self, message: bytes, answer: Callable[[Sequence[bytes]], bytes]) -> bytes:
         """Send this process's message, and return the first process's answer to the messages of all.
 
-        Only the first process calls `answer`. If a process has failed, or the first fails to answer, all others raise
-        a ProcessError that says why. Blocks until all processes have come.
+        Only the first process calls `answer`. If a process has failed, or `answer` raises, every other process raises a
+        ProcessError that says why. Blocks until all processes have come.
         """
         return answer([message])
 
     def fail(self, error: BaseException, *, after_all: bool = False) -> str:
         """Announce that this process has failed and comes to no further meeting. No-op if that is known.
 
-        With `after_all`, the first process tells the others only once they have come to the next meeting: it may then
-        remove what they were writing to. Returns why the first process has failed, or "".
+        With `after_all`, the first process announces it when all processes have come to the next meeting: then none of
+        them writes to the upload, and it can be removed. Return the reason why the first process has failed, or "".
         """
         return ""
 
     def end(self) -> None:
-        """Note that the last meeting is over: a later `fail` has no one to tell."""
+        """Note that the last meeting is over: no process waits for an announcement by `fail`."""
 
     def process_of(self, device: Any) -> int:
-        """Return the index of the process that a device belongs to, or -1 if that takes no part."""
+        """Return the index of the process that a device belongs to, or -1 if that process takes no part."""
         return 0
 
     def name(self, index: int) -> str:
@@ -100,10 +87,11 @@ class Hosts:
 
 
 class _Group:
-    """A group of processes. Its saves and loads are numbered, alike in all of them, as they make the same calls."""
+    """A group of processes. Each process counts the saves and loads of the group, and all counts agree, because all
+    processes make the same calls."""
 
-    def __init__(self, members: tuple[int, ...]) -> None:
-        self.place = f"eformer/{xxh3_128(repr(members).encode())[:8]}"
+    def __init__(self, processes: tuple[int, ...]) -> None:
+        self.place = f"eformer/{xxh3_128(repr(processes).encode())[:8]}"
         self.begun = 0
         self.ended: deque[str] = deque()  # the places of meetings, in the first process
 
@@ -112,16 +100,18 @@ class _Groups:
     """The groups that this process belongs to."""
 
     def __init__(self) -> None:
-        self._lock = Lock()
+        self._lock = Lock()  # saves in the background and loads begin in several threads
         self._client: Any = None
         self._groups: dict[tuple[int, ...], _Group] = {}
 
-    def begin(self, client: Any, members: tuple[int, ...]) -> tuple[_Group, int]:
+    def begin(self, client: Any, processes: tuple[int, ...]) -> tuple[_Group, int]:
         """Return the group, and the number of the save or load that it begins."""
         with self._lock:
-            if client is not self._client:  # JAX was started anew, and all processes count from the beginning
+            if (
+                client is not self._client
+            ):  # JAX was started again, and all processes count from the beginning
                 self._client, self._groups = client, {}
-            group = self._groups.setdefault(members, _Group(members))
+            group = self._groups.setdefault(processes, _Group(processes))
             group.begun += 1
             return group, group.begun
 
@@ -141,12 +131,14 @@ _groups = _Groups()
 class Together(Hosts):
     """Several processes that are `doing` one thing together."""
 
-    def __init__(self, client: Any, members: tuple[int, ...], index: int, doing: str, timeout: float) -> None:
-        self.index, self.count = index, len(members)
-        self._client, self._members, self._timeout = client, members, timeout
-        self._indices = {process: index for index, process in enumerate(members)}
+    def __init__(
+        self, client: Any, processes: tuple[int, ...], index: int, doing: str, timeout: float
+    ) -> None:
+        self.index, self.count = index, len(processes)
+        self._client, self._processes, self._timeout = client, processes, timeout
+        self._indices = {process: index for index, process in enumerate(processes)}
         self._doing = doing.encode() + b"\0"
-        self._group, number = _groups.begin(client, members)
+        self._group, number = _groups.begin(client, processes)
         self._place = f"{self._group.place}/{number}"
         self._meetings = 0
         self._is_over = False
@@ -155,7 +147,7 @@ class Together(Hosts):
         return self._indices.get(device.process_index, -1)
 
     def name(self, index: int) -> str:
-        return f"process {self._members[index]}"
+        return f"process {self._processes[index]}"
 
     def meet(self, message: bytes, answer: Callable[[Sequence[bytes]], bytes]) -> bytes:
         place = self._next_place()
@@ -164,7 +156,7 @@ class Together(Hosts):
             return self._ask_first(place, message, deadline)
         try:
             answered = answer([message, *self._collect(place, deadline)])
-        except BaseException as error:  # the others must not wait for an answer that will not come
+        except BaseException as error:  # the other processes must not wait for an answer that will not come
             self._is_over = True
             self._answer(place, _FAILURE + self._reason(error))
             raise
@@ -176,11 +168,11 @@ class Together(Hosts):
             return ""
         self._is_over = True
         place, failure = self._next_place(), _FAILURE + self._reason(error)
-        with suppress(ProcessError):  # the error at hand is the one to raise
+        with suppress(ProcessError):  # the caller raises `error`, which is the cause
             if self.index:
                 self._send(place, f"sent/{self.index}", failure)
                 return self._why_first_failed(place)
-            if after_all and isinstance(error, Exception):
+            if after_all and isinstance(error, Exception):  # not after Ctrl-C, which must not wait
                 with suppress(ProcessError):
                     self._collect(place, time.monotonic() + self._timeout)
             self._answer(place, failure)
@@ -202,19 +194,19 @@ class Together(Hosts):
     def _why_first_failed(self, place: str) -> str:
         try:
             answered = bytes(self._client.key_value_try_get_bytes(f"{place}/answer"))[4:]
-        except RuntimeError:  # it has not answered
+        except RuntimeError:  # the service has no such key: no answer yet
             return ""
         return answered[1:].decode(errors="replace") if answered[:1] == _FAILURE else ""
 
     def _reason(self, error: BaseException) -> bytes:
         try:
             text = str(error) if isinstance(error, ProcessError) else f"{self.name(self.index)}: {error!r}"
-        except Exception:  # noqa: BLE001  an error whose own repr raises
+        except Exception:  # noqa: BLE001  the repr of an error may raise
             text = f"{self.name(self.index)}: {type(error).__name__}"
         return text[:_MAX_REASON].encode(errors="replace")
 
     def _answer(self, place: str, message: bytes) -> None:
-        """Send the answer, and delete the keys of old meetings. The decision holds even if nobody can be told."""
+        """Send the answer, and delete the keys of old meetings. The answer holds even if no process can be reached."""
         with suppress(ProcessError):
             self._send(place, "answer", message)
             old = _groups.end_meeting(self._group, place)
@@ -226,7 +218,7 @@ class Together(Hosts):
         return f"{self._place}/{self._meetings}"
 
     def _collect(self, place: str, deadline: float) -> list[bytes]:
-        """Return the messages of the others: read those that have come in one call, then wait for each of the rest."""
+        """Return the messages of the other processes: read all that have come, then wait for the rest."""
         pieces = dict(self._call(self._client.key_value_dir_get_bytes, f"{place}/sent/"))
         absent = [i for i in range(1, self.count) if f"{place}/sent/{i}" not in pieces]
         for number, index in enumerate(absent):
@@ -242,7 +234,7 @@ class Together(Hosts):
         return [self._require_same_call(message[1:], index) for index, message in enumerate(messages, 1)]
 
     def _require_same_call(self, message: bytes, index: int) -> bytes:
-        """Return the content of a message; raise a ProcessError if its sender does something else."""
+        """Return the content of a message; raise a ProcessError if its sender makes another call."""
         doing, end, content = message.partition(b"\0")
         if doing + end != self._doing:
             raise ProcessError(
@@ -254,7 +246,7 @@ class Together(Hosts):
     # ------------------------------------------------------------------------------------- messages
 
     def _send(self, place: str, name: str, message: bytes) -> None:
-        """Send a message in pieces. The first piece says how many there are, and is sent last."""
+        """Send a message in parts. The first part has their number, and is sent last, so that all of them are there."""
         pieces = [message[i : i + _PIECE_BYTES] for i in range(0, len(message), _PIECE_BYTES)]
         for number, piece in enumerate(pieces[1:], 1):
             self._call(self._client.key_value_set_bytes, f"{place}/more/{name}/{number}", piece)
@@ -262,7 +254,7 @@ class Together(Hosts):
         self._call(self._client.key_value_set_bytes, f"{place}/{name}", counted)
 
     def _receive(self, place: str, name: str, first: bytes, deadline: float, sender: int) -> bytes:
-        """Return the whole message that begins with the piece `first`."""
+        """Return the whole message that begins with the part `first`."""
         count = int.from_bytes(first[:4], "little")
         keys = (f"{place}/more/{name}/{number}" for number in range(1, count))
         return b"".join([first[4:], *(self._wait_for(key, deadline, [sender]) for key in keys)])
@@ -275,7 +267,7 @@ class Together(Hosts):
             if left <= 0:
                 raise ProcessTimeoutError(
                     f"after {self._timeout:g} s {self.name(self.index)} still waits for "
-                    f"{_name_all(self._members[i] for i in absent)}. Every process has to make the same calls in the "
+                    f"{_name_all(self._processes[i] for i in absent)}. Every process has to make the same calls in the "
                     "same order; if they do and are only slower than that, allow more time: SaveOptions(timeout=) for "
                     "a save and a run, load(timeout=) for a load"
                 )

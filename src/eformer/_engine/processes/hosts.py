@@ -1,4 +1,4 @@
-"""Choose the processes that save or load one tree together, and tell them of errors."""
+"""The processes that save or load one tree together: choose them, and announce errors to them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from eformer._engine.processes.coordination import Hosts as Hosts
 from eformer._engine.processes.coordination import LostError as LostError
-from eformer._engine.processes.coordination import Together, service_client, this_process
+from eformer._engine.processes.coordination import Together
 from eformer.errors import ProcessError
 
 if TYPE_CHECKING:
@@ -17,8 +17,22 @@ if TYPE_CHECKING:
 TIMEOUT = 600.0  # seconds
 
 
+def _this_process() -> tuple[int, int]:
+    """Return the index of this process in the running program, and the number of its processes."""
+    import jax  # late: commands that only read files start without it
+
+    return jax.process_index(), jax.process_count()
+
+
+def service_client() -> Any:
+    """Return JAX's client of the coordination service, or None if the service was not started."""
+    from jax._src import distributed  # noqa: TID251  JAX has no public name for the service that it documents
+
+    return distributed.global_state.client
+
+
 class _OneOfMany(Hosts):
-    """One of several processes that acts alone, with its own devices only."""
+    """One of several processes, which acts alone and with its own devices only."""
 
     def __init__(self, process: int) -> None:
         self._process = process
@@ -33,23 +47,23 @@ class _OneOfMany(Hosts):
 def current(doing: str, processes: Iterable[int] | None = None, timeout: float | None = None) -> Hosts:
     """Return the processes of the running program that take part: all of them, or `processes`.
 
-    `doing` says in error messages what they do together. Every process that takes part has to make these calls in the
-    same order. They wait for each other for `timeout` seconds, or 600.
+    `doing` names the common task in error messages. Every process that takes part has to make these calls in the same
+    order. The processes wait for each other for `timeout` seconds, or 600.
     """
-    process, count = this_process()
-    members = tuple(range(count)) if processes is None else tuple(sorted({as_number(p) for p in processes}))
-    if not members or members[0] < 0 or members[-1] >= count:
-        raise ValueError(f"processes={list(members)}: the program has {count}, numbered from 0")
-    if process not in members:
+    process, count = _this_process()
+    chosen = tuple(range(count)) if processes is None else tuple(sorted({as_number(p) for p in processes}))
+    if not chosen or chosen[0] < 0 or chosen[-1] >= count:
+        raise ValueError(f"processes={list(chosen)}: the program has {count}, numbered from 0")
+    if process not in chosen:
         raise ValueError(
-            f"processes={list(members)} leaves out process {process}, which must not make this call then"
+            f"processes={list(chosen)} leaves out process {process}, which must not make this call then"
         )
-    return Hosts() if count == 1 else _select(members, process, doing, timeout or TIMEOUT)
+    return Hosts() if count == 1 else _select(chosen, process, doing, timeout or TIMEOUT)
 
 
 @contextmanager
 def told_to_all(hosts: Hosts) -> Iterator[None]:
-    """Tell the other processes of an error during the block, so that none waits for this one."""
+    """Announce an error in the block to the other processes, so that none waits for this one."""
     try:
         yield
     except BaseException as error:
@@ -59,8 +73,10 @@ def told_to_all(hosts: Hosts) -> Iterator[None]:
 
 @contextmanager
 def meeting(doing: str, timeout: float | None) -> Iterator[Hosts]:
-    """Let all processes of the program meet, and hear of an error in one of them. The arguments are those of
-    `current`."""
+    """Let all processes of the program meet in the block, and announce an error in one of them to all.
+
+    `current` explains the arguments.
+    """
     hosts = current(doing, None, timeout)
     with told_to_all(hosts):
         yield hosts
@@ -69,11 +85,11 @@ def meeting(doing: str, timeout: float | None) -> Iterator[Hosts]:
 
 def is_alone() -> bool:
     """Tell whether the running program has one process."""
-    return this_process()[1] == 1
+    return _this_process()[1] == 1
 
 
-def _select(members: tuple[int, ...], process: int, doing: str, timeout: float) -> Hosts:
-    if len(members) == 1:
+def _select(chosen: tuple[int, ...], process: int, doing: str, timeout: float) -> Hosts:
+    if len(chosen) == 1:
         return _OneOfMany(process)
     client = service_client()
     if client is None:
@@ -81,4 +97,4 @@ def _select(members: tuple[int, ...], process: int, doing: str, timeout: float) 
             "JAX's coordination service, by which several processes communicate, was not started: call "
             "jax.distributed.initialize() at the beginning of the program"
         )
-    return Together(client, members, members.index(process), doing, timeout)
+    return Together(client, chosen, chosen.index(process), doing, timeout)

@@ -38,7 +38,7 @@ class SaveOptions:
     store_options     a dict of options of the bucket, which `store_options` lists. They hold for one save, until it is
                       done; the options of a `Run` hold until it is closed
 
-    Only for the format "tensorstore":
+    Only for the format "zarr":
 
     max_chunk_bytes   maximum size of a chunk, which is a shard or rows of one; None for 1 GiB, or 8 MiB if chunks are
                       compressed or stored in a database

@@ -31,7 +31,7 @@ from eformer._engine.runs.clock import Clock
 from eformer._engine.runs.own_part import load_own, own_part_of
 from eformer._engine.runs.steps import Step, claim_of, steps_if_there
 from eformer._engine.saving.pending import Pending
-from eformer._engine.saving.save import carry_out
+from eformer._engine.saving.save import complete
 from eformer._engine.saving.start import start
 from eformer._engine.stores.base import read_whole, update_file
 from eformer._engine.stores.directory import Directory, remove_entry
@@ -268,7 +268,7 @@ class NearTier:
         except BaseException:
             save.turn.end()
             raise
-        carry_out(save)
+        complete(save)
 
     def _remove(self, step: NearStep) -> None:
         near, epoch = self._process.parent, f"{self._process.name}/{step.epoch}"

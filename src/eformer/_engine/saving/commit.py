@@ -1,6 +1,6 @@
-"""The record that a save begins with, and its commit: the index is swapped, and names the tree from then on.
+"""The record that a save begins with, and the commit of that record: the index is replaced, and names the tree.
 
-Every step leaves the place with one whole checkpoint.
+Every step leaves one whole checkpoint in the directory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def new_tree(
     written_by: str, structure: Any, raw_metadata: dict[str, Any], raw_values: dict[str, Any]
 ) -> TreeEntry:
-    """Begin the record of a save, under an id of its own."""
+    """Begin the record of a save, with a new save id."""
     return TreeEntry(
         save_id=secrets.token_hex(8),
         saved_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
@@ -42,7 +42,7 @@ def new_tree(
 
 
 def commit_of(save: Save, tree: TreeEntry) -> Commit:
-    """Return the commit of a tree, as an upload carries it out."""
+    """Return the commit of a tree, for the upload to carry out."""
     fmt = save.format
     return Commit(
         fmt.read_index,
@@ -50,17 +50,19 @@ def commit_of(save: Save, tree: TreeEntry) -> Commit:
         fmt.index_name,
         tree.save_id,
         sweeps=True,
-        is_done=partial(is_committed, save),
+        is_done=partial(may_be_committed, save),
     )
 
 
 def _change(save: Save, tree: TreeEntry, index: FormatIndex, store: Store) -> Change:
     interrupts.check()
-    if save.fence:  # not before it is known that the save is not committed yet
+    # Here, under the lock or the lease: a check before it could be outdated when the index is replaced, and a job that
+    # another job has replaced must not commit.
+    if save.fence:
         save.fence()
     change = index.commit(tree, store, save.upload)
     if change.index is not None and index.version is None:
-        return change  # there was no checkpoint
+        return change  # the first checkpoint here: nothing is replaced, and no signature can be out of date
 
     def tidy(store: Store, upload: Upload) -> None:
         if change.tidy:
@@ -70,14 +72,17 @@ def _change(save: Save, tree: TreeEntry, index: FormatIndex, store: Store) -> Ch
     return msgspec.structs.replace(change, tidy=tidy)
 
 
-def is_committed(save: Save) -> bool:
-    """Tell, after an error, whether the index names the save; True if that cannot be known."""
-    with clearing_up():
+def may_be_committed(save: Save) -> bool:
+    """Tell, after an error, whether the index names the save; True if the index cannot be read.
+
+    The data of a save that may be committed must stay.
+    """
+    with clearing_up():  # the deadline of the save may be over
         return save.format.is_committed(save.store, save.tree.save_id)
 
 
 def _remove_signature(file: str, place: Store, upload: Upload) -> None:
-    """Remove the signature of the checkpoint that was replaced. Until then it says that this one was altered."""
+    """Remove the signature of the checkpoint that was replaced, by which this one counts as altered."""
     name = signature_name(file)
     if place.is_file(name):
         upload.remove([name])

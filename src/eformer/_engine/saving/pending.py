@@ -1,4 +1,4 @@
-"""Carry out saves in the background, and wait for them."""
+"""Saves in the background: carry them out in threads, wait for them, report their errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from eformer._engine.processes.hosts import told_to_all
 from eformer._engine.record.text import few
-from eformer._engine.saving.save import carry_out
+from eformer._engine.saving.save import complete
 from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.trees.copies import compile_copies
@@ -30,17 +30,17 @@ logger = logging.getLogger("eformer")
 class Pending:
     """A save under way. Resolves to the path, as text, once the checkpoint is committed and durable.
 
-    `result` raises the error of the save; an error that is never retrieved is logged. The interpreter does not exit
-    before the save has finished, unless a Ctrl-C ends its waiting: then the save is lost, and the checkpoint before it
-    stays.
+    `result` raises the error of the save. An error that is never retrieved is logged. The interpreter does not exit
+    before the save has finished. A Ctrl-C ends that wait: the save is lost, and the previous checkpoint stays.
     """
 
-    was_asked = True  # until it is made: Python also finalizes an object whose making was interrupted
+    was_asked = True  # for `__del__`, which Python also calls if Ctrl-C interrupts `__init__`
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._future: futures.Future[str] = futures.Future()
-        self._future.set_running_or_notify_cancel()  # a caller that stops waiting does not stop the save
+        # A running future cannot be cancelled: `asyncio` tries to when the caller stops waiting, and the save goes on.
+        self._future.set_running_or_notify_cancel()
         self.was_asked = False
         self._number = next(_numbers)
         self._thread: threading.Thread | None = None
@@ -69,7 +69,7 @@ class Pending:
 
     @uninterrupted
     def add_done_callback(self, callback: Callable[[Pending], object]) -> None:
-        """Call `callback(self)` when the save has finished, in its thread; at once if it has finished already."""
+        """Call `callback(self)` when the save has finished, in its thread; immediately if it has finished already."""
         self._future.add_done_callback(lambda _: callback(self))
 
     def __await__(self) -> Generator[Any, None, str]:
@@ -88,18 +88,18 @@ class Pending:
             logger.error("saving to %s failed, and its error was never retrieved", self.path, exc_info=error)
 
     def give_up(self) -> None:
-        """Stop a save whose caller was interrupted and has not got it, unless it commits already."""
+        """Stop a save whose caller was interrupted before it got this handle, unless the commit has begun."""
         self.was_asked = True
         self._given_up.set()
 
     def leave_to_parent(self) -> None:
-        """Give up a save in a process that was forked meanwhile. `wait` passes over it, `result` raises."""
-        # A new future, in any case: some thread of the parent may hold the lock of the old one.
+        """Give up the save in a forked child: its thread is in the parent. `wait` passes over it, `result` raises."""
+        # A new future even for a save that is over: a thread of the parent may hold the lock of the old one.
         self._future, self.was_asked = futures.Future(), True
         if self._is_over and self._error is None:
             self._future.set_result(self.path)
         else:
-            under_way = f"the process that this one was forked from saves to {self.path}: wait there"
+            under_way = f"the parent of this forked process saves to {self.path}: wait in the parent"
             self._future.set_exception(self._error or RuntimeError(under_way))
 
     def __repr__(self) -> str:
@@ -107,70 +107,73 @@ class Pending:
         return f"<Pending save to {self.path}: {state}>"
 
     def start(self, work: Callable[[], None], afterwards: Callable[[], None] | None = None) -> None:
-        """Carry out the save in a thread of its own, which the interpreter waits for at exit.
+        """Carry out the save in a new thread, which the interpreter waits for at exit.
 
-        If it succeeds, call `afterwards` once its result is set.
+        After a success, call `afterwards` when the result is set.
         """
         arguments = (work, afterwards)
         self._thread = threading.Thread(target=self._run, args=arguments, name="eformer-save", daemon=False)
         self._thread.start()
-        _started.add(self)
+        _started.add(self)  # only now: `wait` must not wait for a thread that could not start
 
     def _run(self, work: Callable[[], None], afterwards: Callable[[], None] | None) -> None:
-        interrupts.given_up.set(self._given_up)
+        interrupts.given_up.set(self._given_up)  # for `interrupts.check` in this thread and its helpers
         error = _error_of(work)
-        del work
+        del work  # it holds the save, and with it arrays that the next one needs room for
         if error is None:
             self._future.set_result(self.path)
         else:
-            # The frames would hold the arrays for as long as the error is kept.
+            # The frames of the traceback hold arrays, and the caller may keep the error.
             traceback.clear_frames(error.__traceback__)
             self._error = error
             self._future.set_exception(error)
         self._is_over = True
-        # Not after an error: `afterwards` might keep the save alive, and its error would not be logged.
+        # Not after an error: `afterwards` may keep this object alive, and the error is logged when it is collected.
         if afterwards and error is None:
             afterwards()
 
 
 def run_in_background(save: Save, pending: Pending, after: Callable[[], None] | None = None) -> None:
-    """Carry out a save in a thread of its own; call `after` when it is committed."""
+    """Carry out a save in a new thread; call `after` when it is committed."""
 
     def work() -> None:
-        carry_out(save)
+        complete(save)
         if after:
             after()
 
     try:
         pending.start(work, afterwards=compile_copies)
-    except BaseException as error:  # no thread could be started: no other save may wait for this one
+    except (
+        BaseException
+    ) as error:  # no thread could be started: later saves and other processes must not wait
         save.turn.end()
         save.hosts.fail(error)
         raise
 
 
 def serialize_with(manager: Any, save: Save, callback: Callable[[], None] | None) -> None:
-    """Hand a save that needs nothing of its caller's to the manager, with no arrays. Return as the manager does.
+    """Carry out a save in a `GlobalAsyncCheckpointManager` of JAX, and return when the manager does.
 
-    The manager waits for its save before, and raises the error of that one here. Then it calls back, in a thread of its
-    own and in the first process alone: the save is carried out there, so that `wait_until_finished` waits for it and
-    raises its error. The other processes write in a thread of ours.
+    The manager gets no arrays. It waits for its previous save, and raises the error of that save here. Then it calls
+    back, in its own thread and in the first process alone. The save is carried out in that call, so that
+    `wait_until_finished` waits for it and raises its error. The other processes write in a thread of eformer.
     """
-    save.turn.end()  # the manager has its own order; should it never call back, no other save may wait for this one
+    # The manager orders its saves itself. If it never calls back, later saves must not wait for this turn.
+    save.turn.end()
 
     def commit() -> None:
         try:
-            carry_out(save)
-        except BaseException as error:  # which the manager raises when it is asked, and otherwise forgets
+            complete(save)
+        except BaseException as error:  # logged, because the manager forgets an error that is never asked for
             logger.error("saving to %s failed: %s", save.store.url, error)
             raise
         finally:
-            save.sources.clear()  # the manager keeps this function, and with it the arrays, until its next save
+            save.sources.clear()  # the manager keeps this function, and through it the arrays, until its next save
         if callback is not None:
             callback()
         compile_copies()
 
-    # In a thread without an event loop, since the manager runs one: a notebook has its own.
+    # In a thread without an event loop: the manager starts one, and a notebook already runs one in this thread.
     with told_to_all(save.hosts), futures.ThreadPoolExecutor(1) as pool:
         pool.submit(manager.serialize, [], [], on_commit_callback=commit).result()
     if save.hosts.index:
@@ -178,8 +181,10 @@ def serialize_with(manager: Any, save: Save, callback: Callable[[], None] | None
 
 
 def wait_for_saves_below(path: str) -> None:
-    """Wait for the saves in the background of this process to paths in a directory, except for one that this is called
-    in. Their errors stay with them."""
+    """Wait for the background saves of this process to paths in a directory, and leave their errors to their callers.
+
+    A save that calls this itself, in a callback, is not waited for.
+    """
     below = [one for one in list(_started) if one.path.startswith(f"{path.rstrip('/')}/")]
     others = [one for one in below if one._thread is not threading.current_thread()]
     interrupts.wait_for_all([one._future for one in others])
@@ -193,12 +198,13 @@ def _error_of(work: Callable[[], None]) -> BaseException | None:
     return None
 
 
-_numbers = itertools.count()
+_numbers = itertools.count()  # the order of the calls, which the set does not have
+# Weak, so that a save without a handle is collected when it is over, and `__del__` logs its error.
 _started: weakref.WeakSet[Pending] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    """Give up the saves of the process that this one was forked from, which has their threads."""
+    """In a forked child: give up the saves of the parent, which has their threads."""
     for pending in list(_started):
         pending.leave_to_parent()
     _started.clear()
@@ -209,6 +215,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 @atexit.register
 def _complain_at_exit() -> None:
+    # Python has joined the threads of all saves before it calls this.
     for pending in list(_started):
         pending.complain()
 
@@ -217,8 +224,8 @@ def _complain_at_exit() -> None:
 def wait(timeout: float | None = None) -> None:
     """Wait for every `save_async` of this process. Raise the first error of a save that has not been raised yet.
 
-    Further errors are logged. Raise TimeoutError, which names the saves that are still under way, if they take longer
-    than `timeout` seconds in all. A save whose own callback calls this is not waited for.
+    Further errors are logged. After `timeout` seconds, raise a TimeoutError that names the saves still under way. A
+    save whose own callback calls this is not waited for.
 
     Example:
         >>> checkpoint.save_async(state, "run/step-200")
@@ -229,7 +236,7 @@ def wait(timeout: float | None = None) -> None:
 
 @uninterrupted
 def wait_for(saves: Iterable[Pending], timeout: float | None = None) -> None:
-    """Wait for saves, and raise the first error among them that nobody has asked for yet."""
+    """Wait for saves, and raise the first error among them that was not retrieved yet."""
     in_order = sorted(saves, key=lambda save: save._number)
     others = [save for save in in_order if save._thread is not threading.current_thread()]
     unasked = [save for save in others if not save.was_asked]

@@ -1,7 +1,8 @@
 """Read files from their disk before a save links them, so that no new checkpoint shares a damaged file.
 
-A file that several checkpoints share is one copy: a damaged byte of it damages all of them. A save has the leaves in
-memory, and can write a damaged file anew. It costs one read of the linked files, at most once in `_TRUSTED_SECONDS`.
+Several checkpoints share one copy of a linked file, and a damaged byte damages all of them. The save still has the
+leaves in memory and can write a damaged file anew. The price is one read of the linked files, at most once in
+`_TRUSTED_SECONDS`.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ _TRUSTED_SECONDS = 600.0
 _READ_BYTES = 4 * 2**20  # one read
 _TASK_BYTES = 64 * 2**20  # reads that share an open file and its memory
 
-# When this process last read a part of a file, which holds a leaf or a shard of one, and found it sound. A file that is
-# written to has another content. The other parts of the file may be damaged.
+# When this process last read a leaf, or a shard of one, and found it sound; by the identity of the file's content and
+# the offset. A file that is written to has another identity. Other leaves in the file may be damaged.
 _sound: dict[tuple[str, int], float] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A range of bytes in a file, a piece of a leaf or the header, and the digest that it had when it was written."""
+    """A range of bytes in a file, a piece of a leaf or the header, with its digest from the time of writing."""
 
     content: str
     offset: int
@@ -60,10 +61,9 @@ def find_damaged(
     leaves: Mapping[str, Sequence[Extent]],
     threads: int,
 ) -> dict[int, str]:
-    """Read these files of a tree as far as they hold the leaves. Return the damage of each damaged file; GONE for a
-    file that was removed meanwhile.
+    """Read the bytes of the leaves in these files. Return the damage of each damaged file, GONE for a removed file.
 
-    Objects of a bucket are not read: the server checks them when it copies them, and a step has objects of its own.
+    Objects of a bucket are not read: the server checks an object when it copies it, and each step has its own objects.
     """
     place = on_disk(store)
     if place is None:
@@ -79,7 +79,7 @@ def find_damaged(
         [
             partial(_check, place, entries[number].name, task, partial(damages.setdefault, number))
             for number, pieces in _pieces(tree, due).items()
-            for task in _runs(pieces, _TASK_BYTES)
+            for task in _batches(pieces, _TASK_BYTES)
         ],
         threads,
     )
@@ -122,21 +122,21 @@ def _pieces_of(tree: TreeEntry, leaf: str, extent: Extent) -> Iterator[Stored]:
         offset += nbytes
 
 
-def _runs(pieces: Sequence[Stored], most: int) -> Iterator[list[Stored]]:
+def _batches(pieces: Sequence[Stored], most: int) -> Iterator[list[Stored]]:
     """Group pieces that lie within `most` bytes. A larger piece is alone."""
-    run: list[Stored] = []
+    batch: list[Stored] = []
     for piece in pieces:
-        if run and piece.end - run[0].offset > most:
-            yield run
-            run = []
-        run.append(piece)
-    if run:
-        yield run
+        if batch and piece.end - batch[0].offset > most:
+            yield batch
+            batch = []
+        batch.append(piece)
+    if batch:
+        yield batch
 
 
 def _check(place: Path, name: str, pieces: Sequence[Stored], report: Callable[[str], object]) -> None:
     """Compare pieces of a file with their digests, and report the first that differs or cannot be read."""
-    reads = list(_runs(pieces, _READ_BYTES))
+    reads = list(_batches(pieces, _READ_BYTES))
     try:
         with medium(place, name, max(read[-1].end - read[0].offset for read in reads)) as file:
             for read in reads:
@@ -160,8 +160,8 @@ def _compare(file: Medium, pieces: Sequence[Stored]) -> None:
 
 
 def places_of(store: Store, entry: Entry, *, but: Store) -> list[str]:
-    """List the directories beside this one, and itself, that have the same file, as the steps of a run do. Leave out
-    the directory of the store `but`. In a bucket no two have the same."""
+    """List the directories beside this one, and itself, that share a file, as the steps of a run do. Leave out the
+    directory of the store `but`. In a bucket no directories share an object."""
     if on_disk(store) is None:
         return []
     around, _ = store.parent()

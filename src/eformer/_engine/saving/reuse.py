@@ -1,4 +1,4 @@
-"""Use leaves again that an earlier checkpoint holds already, so that they need not be written."""
+"""Find the leaves that an earlier checkpoint already holds, and link its files instead of writing them."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("eformer")
 
-_MOST_KEPT = 64  # files, the largest: many small ones are written into one again
+_MOST_KEPT = 64  # files, the largest: the leaves of smaller ones are written into one file again
 _MOST_GROUPS = 16
 
 
 class Earlier:
-    """An earlier tree of ours: the store that it is in, its record, and the store of the save that uses it again."""
+    """An earlier tree: its store, its record, and the store of the save that links its files."""
 
     def __init__(self, store: Store, tree: TreeEntry, to: Store) -> None:
         self.store, self.tree, self.to = store, tree, to
@@ -47,7 +47,7 @@ class Earlier:
     def unchanged(
         self, leaves: Mapping[str, Sequence[PlannedExtent]], staging: Staging, threads: int
     ) -> dict[str, list[Extent]]:
-        """Find the leaves that it has as they are now, with the extent of each of their boxes."""
+        """Find the leaves that have not changed since, with the recorded extent of each of their boxes."""
         found = {name: extents for name, planned in leaves.items() if (extents := self._alike(name, planned))}
         same: dict[str, list[Extent]] = {}
 
@@ -60,7 +60,7 @@ class Earlier:
         return same
 
     def _alike(self, name: str, planned: Sequence[PlannedExtent]) -> list[Extent] | None:
-        """Return the extents that lie as the planned ones do, if there is one for each."""
+        """Return the recorded extents of the same boxes, if each planned extent has one."""
         entry = self.tree.leaves.get(name)
         if entry is None or not planned:
             return None
@@ -74,7 +74,7 @@ class Earlier:
 
 
 def _is_same(planned: PlannedExtent, extent: Extent, block: int, staging: Staging) -> bool:
-    """Tell whether every digest is the same. A leaf that has changed mostly has in its first piece."""
+    """Tell whether every digest is the same. Stop at the first that differs: mostly that of the first piece."""
     if planned.nbytes != extent.nbytes or len(extent.digests) != DIGEST_DIGITS * len(planned.digests):
         return False
     for number, digest in enumerate(digests_of(planned, block, staging)):
@@ -85,7 +85,7 @@ def _is_same(planned: PlannedExtent, extent: Extent, block: int, staging: Stagin
 
 
 def find_earlier(path: str, prefix: str, kind: str, block: int, *, to: Store) -> Earlier | None:
-    """Find the tree of that prefix at `path`, if a save to the store `to` can use bytes of it again."""
+    """Find the tree of a prefix at `path`, if a save to the store `to` can link its files."""
     try:
         found = find(path)
         tree = found.tree(prefix if prefix in found.trees else None)
@@ -105,7 +105,7 @@ def find_earlier(path: str, prefix: str, kind: str, block: int, *, to: Store) ->
 
 @dataclass(slots=True)
 class Kept:
-    """Files of an earlier checkpoint that this one uses, too, and the leaves that are in them."""
+    """Files of an earlier checkpoint that this one shares, and the leaves in them."""
 
     files: list[DataFile] = field(default_factory=list)
     leaves: dict[str, tuple[Source, list[Extent]]] = field(default_factory=dict)
@@ -134,13 +134,12 @@ def keep_files(
     *,
     whole: bool = False,
 ) -> tuple[Kept, list[list[Source]]]:
-    """Link the safetensors files that hold unchanged leaves. Return them, and the leaves that have to be written in two
-    groups, unchanged and changed, so that the next save can keep the files of the former as a whole.
+    """Link the safetensors files that hold unchanged leaves. Return them and the leaves to write, in two groups:
+    unchanged and changed leaves, so that the next save can link the files of the unchanged group whole.
 
-    A file is kept if at least half of it is still needed, its tensors are called as this save would call them, and its
-    bytes are sound. Leaves in it that are not part of the tree any more keep their room; because other readers take all
-    that a file holds, it is hidden from them. With `whole`, a file with such leaves is not kept. Names and saves that
-    are `barred` are not used again.
+    A file is linked if at least half of it is still needed, its tensors have the names that this save would give them,
+    and its bytes are sound. Leaves that left the tree stay in the file. Other programs would load them, so such a file
+    is hidden from them; with `whole` it is not linked. Names and save ids that are `barred` are not used again.
     """
     kept, tree = Kept(), earlier.tree
     tensors = tensor_names(source.name for source in sources)
@@ -170,7 +169,7 @@ def _linkable_files(
     *,
     whole: bool,
 ) -> dict[int, tuple[Entry, str]]:
-    """Choose files for the leaves that are the `same`, the largest first: each as it was seen, and its new name."""
+    """Choose files that hold the unchanged leaves, the largest first. Return the entry and the new name of each."""
     needed, called = Counter[int](), defaultdict[int, set[str]](set)
     for leaf, extents in same.items():
         for extent in extents:
@@ -189,8 +188,8 @@ def _linkable_files(
 def _look(
     earlier: Earlier, file: DataFile, tensors: set[str], barred: Container[str], *, whole: bool
 ) -> tuple[Entry, str] | None:
-    """Look at a file that holds these tensors, and name it; None if it cannot be kept. With `whole`, it may hold no
-    others."""
+    """Look at a file that holds these tensors, and name it; None if it cannot be linked. With `whole`, it must hold
+    nothing else."""
     try:
         header, entry = earlier.store.read(file.name, 0, file.header_nbytes)
         digest, is_of_save = xxh3_128(header), bool(file.header) and entry.nbytes == file.nbytes
@@ -201,7 +200,7 @@ def _look(
         opened = open_header(earlier.store, file.name)
         save_id = save_of(opened.metadata)
         if not save_id:
-            raise FormatError("it does not say which save wrote it")
+            raise FormatError("its header does not name the save that wrote it")
         if not is_of_save:
             raise FormatError("it is not the file that was written")
         if other := tensors - opened.tensors.keys():
@@ -221,7 +220,7 @@ def _unfit(
     leaves: Mapping[str, Sequence[Extent]],
     threads: int,
 ) -> Container[int]:
-    """Check files that are about to be linked. Return the damaged ones, and log each."""
+    """Check files that are about to be linked. Return the damaged files, and log each."""
     damages = find_damaged(earlier.store, earlier.tree, entries, leaves, threads)
     for number, problem in damages.items():
         if problem == GONE:
@@ -233,7 +232,7 @@ def _unfit(
 
 
 def _log_damage(earlier: Earlier, entry: Entry, problem: str) -> None:
-    """Log the damage of a file, and the checkpoints that share it, except for the one that this save replaces."""
+    """Log the damage of a file, and the checkpoints that share it. Leave out the checkpoint that this save replaces."""
     places = places_of(earlier.store, entry, but=earlier.to)
     logger.error(
         "reuse: %s is damaged, and its leaves are written anew: %s%s",
@@ -249,7 +248,7 @@ def _log_damage(earlier: Earlier, entry: Entry, problem: str) -> None:
 def apart(sources: Sequence[Source]) -> list[list[Source]]:
     """Group leaves by the outermost part of their names: such a group is likely to change, or to stay, as a whole.
 
-    All are together if there would be too many groups.
+    Return one group instead of very many.
     """
     groups: dict[str, list[Source]] = {}
     for source in sources:
@@ -264,9 +263,9 @@ def apart(sources: Sequence[Source]) -> list[list[Source]]:
 def keep_chunks(
     earlier: Earlier, files: Sequence[PlannedFile], upload: Upload, staging: Staging, threads: int
 ) -> int:
-    """Link the planned chunks that an earlier checkpoint has as a file of their own. Return how many bytes these are.
+    """Link the planned chunks that an earlier checkpoint has as files. Return the number of bytes that are not written.
 
-    The files that describe arrays are written anew: they say of which save an array is.
+    The files that describe arrays are written anew, because they name the save of an array.
     """
     chunks: dict[str, list[PlannedFile]] = {}
     for file in files:
@@ -284,7 +283,7 @@ def keep_chunks(
                 continue
             file.is_there = upload.link(file.name, earlier.store, entry)
             if not file.is_there:
-                return nbytes  # the next one will not be linked either
+                return nbytes  # the file system has no links: the next chunk would fail as well
             nbytes += extent.nbytes
             file.extents[0].source = released(file.extents[0].source)
     return nbytes
@@ -296,7 +295,9 @@ def _chunk(earlier: Earlier, extent: Extent) -> Entry | None:
     try:
         _, entry = earlier.store.read(path, 0, 0)
         if entry.nbytes != earlier.tree.files[extent.file].nbytes:
-            raise FormatError("it has another length")
+            raise FormatError(
+                f"it is {entry.nbytes} bytes long, expected {earlier.tree.files[extent.file].nbytes}"
+            )
     except (OSError, FormatError) as error:
         logger.warning("reuse: cannot link %s, writing it again: %s", earlier.store.path_to(path), error)
         return None

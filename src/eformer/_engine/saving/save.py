@@ -1,4 +1,4 @@
-"""Carry out a save: prepare the place, write, commit. Needs no jax."""
+"""Complete a save: prepare the directory, write, commit. Needs no jax."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from eformer._engine.formats.safetensors.write import SafetensorsDirectory, Safe
 from eformer._engine.formats.zarr.arrays import ZarrArrays
 from eformer._engine.formats.zarr.layout import array_path
 from eformer._engine.processes.hosts import told_to_all
-from eformer._engine.record.indexes import Listed
+from eformer._engine.record.indexes import FORMAT, Listed
 from eformer._engine.record.manifest import Receipt, encode_leaves
 from eformer._engine.record.planned import data_files, leaf_entries
 from eformer._engine.saving.commit import commit_of
@@ -49,18 +49,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("eformer")
 
-Format = Literal["safetensors", "tensorstore"]
+Format = Literal["safetensors", "zarr", "tensorstore"]
+Kind = Literal["safetensors", "zarr"]
 
-_MOST_WRITERS = 8  # threads: with more they wait for each other, and not for the disk
+ALIASES: dict[str, Kind] = {FORMAT: "zarr"}
+"""The word by which manifests call zarr arrays, which arguments may use as well."""
+
+_MOST_WRITERS = 8  # threads: more than these wait for each other instead of the disk
 
 
-def carry_out(save: Save, progress: Progress = None, meter: Meter = SILENT) -> None:
-    """Write the tree and commit it. On any error the previous checkpoint is left intact, and all processes hear of
-    it."""
+def complete(save: Save, progress: Progress = None, meter: Meter = SILENT) -> None:
+    """Write the tree and commit it. On any error the previous checkpoint stays, and all processes hear of the error."""
     with ExitStack() as stack, told_to_all(save.hosts):
-        stack.callback(save.turn.end)
-        limit = save.options.timeout
-        stack.enter_context(within(limit, f"SaveOptions(timeout={limit})"))
+        stack.callback(save.turn.end)  # called last, so that the next save finds the upload closed
+        if (limit := save.options.timeout) is not None:
+            stack.enter_context(within(limit, f"SaveOptions(timeout={limit})"))
         save.format = save.new_format()
         if progress is not None:
             total = sum(map(save.format.own_nbytes, save.sources))
@@ -81,8 +84,8 @@ def store_options_of(options: SaveOptions, path: str | os.PathLike[str]) -> Abst
 class Compared(Struct):
     """The values that the processes of one save compare with each other.
 
-    Replicas must be the same: if they differ, the processes are at different steps or have diverged, and the checkpoint
-    would be a mixture. Arrays that each process has for itself, which are in the hash `own`, may differ.
+    Replicas must be equal: otherwise the processes are at different steps or have diverged, and the checkpoint would be
+    a mixture. The hash `own` covers the arrays that each process has for itself, which may differ.
     """
 
     replicas: list[Source]
@@ -93,22 +96,22 @@ class Compared(Struct):
 class Save:
     """A save that no longer needs its caller: `sources` hold the arrays until they are planned, and are empty then.
 
-    store, file     where to: a directory, or a file in one
+    store, file     the directory to save to, and the name of a single file or ""
     tree            the record, without files and leaves
     compared        the values that several processes compare with each other
-    before          the saves under way, when this one was called, to the place whose leaves it may use again
-    has_index       False for arrays that shall look like those of any other program
+    before          events of the saves that were under way to the checkpoint that `reuse` names; set when they are over
+    has_index       False writes arrays without an index, as another program would
     overwrite       replace a file even if eformer did not write it
-    whole_files     use a file again only if all leaves in it are unchanged, so that other programs can open it
-    late            returns more metadata, as JSON, when the save is committed, given the `part` of every process
-    part            the metadata that this process adds, such as its place in the data
-    fence           is called right before the commit: if it raises, nothing is committed
+    whole_files     link a file only if all leaves in it are unchanged, so that other programs can open it
+    late            called at the commit with the `part` of every process; returns more metadata, as JSON
+    part            the metadata that this process adds, such as its position in the data
+    fence           called right before the commit: if it raises, nothing is committed
     """
 
     store: Store
     file: str
     prefix: str
-    kind: Format
+    kind: Kind
     sources: list[Source]
     tree: TreeEntry
     options: SaveOptions
@@ -130,10 +133,10 @@ class Save:
         return self.options.threads or min(default_threads(), _MOST_WRITERS)
 
     def new_format(self) -> WriteFormat:
-        """Make the format of this save, by the id that its tree has."""
+        """Make the format of this save, for the save id of its tree."""
         several, process = self.hosts.count > 1, self.hosts.index
         save_id, block = self.tree.save_id, self.tree.block
-        if self.kind == "tensorstore":
+        if self.kind == "zarr":
             arrays = {s.name: Listed(array_path(s.name), s.shape, s.dtype) for s in self.sources}
             return ZarrArrays(
                 self.prefix, save_id, block, self.options, arrays, self.has_index, several, process
@@ -147,22 +150,20 @@ class Save:
     # -------------------------------------------------------------------------------------- prepare
 
     def prepare(self, stack: ExitStack) -> None:
-        """Begin the upload, which makes the place if it has no checkpoint yet. Refuse to replace files that are not a
-        checkpoint."""
+        """Begin the upload, which makes the directory of a first checkpoint. Refuse files of other programs."""
         self.upload = self.format.begin(self.store, is_first=not self.format.check_place(self.store))
         stack.callback(self.upload.close)
 
     # ---------------------------------------------------------------------------------------- write
 
     def write(self, meter: Meter) -> Receipt:
-        """Write the part of the tree that this process has. Return its record: complete, synced, not yet visible."""
+        """Write the leaves and boxes of this process. Return their record: complete, synced, not yet visible."""
         staging = Staging(self.options.staging_bytes)
         sha256 = compute_sha256(self.sources, staging, self.threads) if self.options.checksums else {}
-        kept, files = self.plan(staging, sha256, meter)
-        # In the order of the tree, with the entries of leaves without elements, which no file may hold.
-        with gc_paused():
-            leaves = {s.name: s.entry((), sha256.get(s.name)) if 0 in s.shape else None for s in self.sources}
-        self.sources.clear()  # from here on only the files hold the arrays, and release each as it is written
+        kept, files, leaves = self.plan(staging, sha256, meter)
+        # From here on only the planned files hold the arrays, and release each as it is written: a save in the
+        # background must not keep copies of all arrays until its end.
+        self.sources.clear()
         header = partial(self.format.header, sha256=sha256) if self.format.header_needs_digests else None
         write(files, self.upload, self.tree.block, staging, threads=self.threads, meter=meter, header=header)
         receipt = self.receipt(files, kept, leaves, sha256)
@@ -171,8 +172,11 @@ class Save:
 
     def plan(
         self, staging: Staging, sha256: Mapping[str, str], meter: Meter
-    ) -> tuple[Kept, list[PlannedFile]]:
-        """Decide which files are kept of an earlier save, and which are written."""
+    ) -> tuple[Kept, list[PlannedFile], dict[str, LeafEntry | None]]:
+        """Decide which files of an earlier save are linked, and which are written.
+
+        Also return the leaves in the order of the tree. Leaves without elements, which no file may hold, have entries.
+        """
         kept, groups = Kept(), [self.sources]
         earlier = self._earlier() if self.options.reuse else None
         if self.kind == "safetensors" and self.options.reuse and self.hosts.count == 1:
@@ -185,12 +189,13 @@ class Save:
             meter.add(kept.nbytes)
         with gc_paused():
             files = self.format.layout(groups, sha256)
-        if self.kind == "tensorstore" and earlier:
+            leaves = {s.name: s.entry((), sha256.get(s.name)) if 0 in s.shape else None for s in self.sources}
+        if self.kind == "zarr" and earlier:
             meter.add(keep_chunks(earlier, files, self.upload, staging, self.threads))
-        return kept, files
+        return kept, files, leaves
 
     def _earlier(self) -> Earlier | None:
-        """Find the checkpoint that this save may take leaves from, if there is one."""
+        """Find the checkpoint whose files this save may link."""
         reuse = self.options.reuse
         if self.kind == "safetensors" and self.hosts.count > 1:
             logger.warning(
@@ -199,8 +204,9 @@ class Save:
             return None
         turns.wait(self.before)
         place = self.store.url if reuse is True else os.fspath(reuse or "")
+        recorded = FORMAT if self.kind == "zarr" else self.kind
         with store_options_of(self.options, self.store.url):
-            return find_earlier(place, self.prefix, self.kind, self.tree.block, to=self.store)
+            return find_earlier(place, self.prefix, recorded, self.tree.block, to=self.store)
 
     def receipt(
         self,
@@ -209,7 +215,7 @@ class Save:
         leaves: Mapping[str, LeafEntry | None],
         sha256: Mapping[str, str],
     ) -> Receipt:
-        """Record the files that were written, and those that are kept. `leaves` gives the order."""
+        """Record the files that were written or linked. `leaves` gives the order."""
         with gc_paused():
             found = leaf_entries(files, sha256)
             if kept.leaves:
@@ -232,7 +238,6 @@ class Save:
         self.upload.commit(commit_of(self, tree))
 
     def recorded(self, receipt: Receipt) -> TreeEntry:
-        """Return the tree as the manifest has it."""
-        with gc_paused():
-            leaves = encode_leaves(receipt.leaves)
-        return msgspec.structs.replace(self.tree, files=tuple(receipt.files), raw_leaves=leaves)
+        """Return the tree as the manifest records it."""
+        raw_leaves = encode_leaves(receipt.leaves)
+        return msgspec.structs.replace(self.tree, files=tuple(receipt.files), raw_leaves=raw_leaves)

@@ -1,7 +1,7 @@
-"""Let several processes make one checkpoint: they agree on one tree and one place, each writes, the first commits.
+"""A save by several processes: they agree on one tree and one directory, each writes its boxes, the first commits.
 
-This takes two meetings. Only small messages are exchanged: the record of which process wrote which bytes, with which
-digests, is stored with the bytes (`ProcessRecord`), and only its file names are sent to the first process.
+The processes meet twice, and exchange small messages. Each process stores the record of its bytes and digests beside
+the bytes (`ProcessRecord`), and sends only the names of its files to the first process.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from eformer._engine.record.digests import xxh3_128_of
 from eformer._engine.record.manifest import LeafEntry, Receipt, coverage_of, encode_leaves
 from eformer._engine.record.owners import joined_owners, owners_of
 from eformer._engine.record.planned import coverage, data_files
-from eformer._engine.saving.commit import is_committed
+from eformer._engine.saving.commit import may_be_committed
 from eformer._engine.saving.save import Save
-from eformer._engine.saving.staging import on_host
+from eformer._engine.saving.staging import box_on_host
 from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.pool import gc_paused
 from eformer.errors import MismatchError, ProcessError, ProcessTimeoutError
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("eformer")
 
-# Seconds that a new directory may take to appear on the other hosts of a network file system.
+# Seconds that a new directory may take to appear on other machines of a network file system.
 VISIBLE_WITHIN = 10.0
 
-# Processes with a different tree are sent this many characters of the description of the first one's.
+# Characters of the description of its tree that the first process sends to processes with a different tree.
 _MOST_DESCRIBED = 2**24
 _MOST_SHOWN = 200  # characters of a plain value in a description
 
@@ -55,8 +55,8 @@ class SaveOfSeveral(Save):
     """A save of several processes, seen from one of them.
 
     agreed    the answer to the first meeting
-    leaves    the leaves of the tree, in the first process
-    numbers   the numbers of the leaves, in every process
+    leaves    the leaves of the tree; only in the first process
+    numbers   the numbers of the leaves by name, the same in every process
     """
 
     agreed: Agreed
@@ -67,40 +67,40 @@ class SaveOfSeveral(Save):
     # -------------------------------------------------------------------------------------- prepare
 
     def prepare(self, stack: ExitStack) -> None:
-        """Agree with the other processes on one tree, one id, and one place, which the first process makes."""
+        """Agree with the other processes on one tree, one save id, and one directory, which the first process makes."""
         self._stack = stack
         mine, lines = _described(self)
         self.agreed = _decode_agreed(self.hosts.meet(_encode(mine), partial(self._agree, mine, lines)))
         if self.agreed.differing:
-            self.hosts.end()
+            self.hosts.end()  # every process knows, and raises an error of its own
             self._refuse_other_trees(lines)
         if self.hosts.index:
             self.tree = msgspec.structs.replace(self.tree, save_id=self.agreed.save_id)
             self.format = self.new_format()
 
     def _agree(self, mine: Brought, lines: Sequence[str], messages: Sequence[bytes]) -> bytes:
-        """Begin the upload, if all processes are about to save the same tree in the same way.
+        """Begin the upload if all processes are about to save the same tree in the same way.
 
-        If only values differ that each process has for itself, log a warning.
+        Log a warning if only values differ that each process has for itself.
         """
         hosts, all_brought = self.hosts, [_decode_brought(message) for message in messages]
         for index, brought in enumerate(all_brought):
-            if brought.what != mine.what:
+            if brought.call != mine.call:
                 raise ProcessError(
-                    f"the processes do different things: {hosts.name(0)} {mine.what}, {hosts.name(index)} "
-                    f"{brought.what}; nothing was written"
+                    f"the processes do different things: {hosts.name(0)} {mine.call}, {hosts.name(index)} "
+                    f"{brought.call}; nothing was written"
                 )
         if differing := [i for i, brought in enumerate(all_brought) if brought.tree != mine.tree]:
             return _encode(Agreed(differing=differing, described="\n".join(lines)[:_MOST_DESCRIBED]))
         _mention([hosts.name(i) for i, b in enumerate(all_brought) if b.own != mine.own], hosts.name(0))
         super().prepare(self._stack)
-        self.upload.announce()
+        self.upload.announce()  # the other processes look for the new directory as soon as they have the answer
         elsewhere = [number for number, source in enumerate(self.sources) if source.owner > 0]
         return _encode(Agreed(self.tree.save_id, self.store.url, self.upload.token, elsewhere))
 
     def _refuse_other_trees(self, leaves: Sequence[str]) -> None:
-        """Raise a MismatchError that names the leaves where the tree differs, and elsewhere one that names the
-        process."""
+        """Raise a MismatchError that names the leaves, in a process whose tree differs. In all other processes raise a
+        ProcessError that names the processes."""
         hosts, differing = self.hosts, self.agreed.differing
         if hosts.index in differing:
             raise MismatchError(
@@ -126,21 +126,22 @@ class SaveOfSeveral(Save):
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """Tell the other processes of an error during the block, so that all of them fail."""
+        """Announce an error in the block to the other processes, so that all of them fail."""
         try:
             yield
         except BaseException as error:
             first = self.hosts.fail(error, after_all=True)
-            # After an error, the first process removes the upload that all write to: then its error is the cause.
+            # After an error the first process removes the upload that all processes write to. A file that is missing
+            # here is then only the consequence.
             if first and isinstance(error, FileNotFoundError):
                 raise ProcessError(f"{_NOTHING}: {first}") from error
             raise
 
     def _take_own_sources(self, meter: Meter) -> None:
-        """Keep the sources that this process writes, once it is known which leaves the first process does not have.
+        """Keep the sources that this process writes, now that it knows which leaves the first process does not have.
 
-        To the process that holds it, a leaf of one process looks like a leaf that every process has a copy of. Copies
-        are written by the first process.
+        A leaf that lies in one process alone, and a leaf that every process has a copy of, look the same to a process
+        that holds it. The first process writes the copies.
         """
         theirs, index = set(self.agreed.elsewhere), self.hosts.index
         for number, source in enumerate(self.sources):
@@ -152,9 +153,9 @@ class SaveOfSeveral(Save):
         self.numbers = {source.name: number for number, source in enumerate(self.sources)}
 
     def _join(self) -> Upload:
-        """Join the upload of the first process; refuse a place that is not the one it sees.
+        """Join the upload of the first process; refuse a directory that does not have it.
 
-        A network file system may need a moment to show it.
+        A network file system may show the upload a moment later: try again for some seconds.
         """
         deadline = time.monotonic() + VISIBLE_WITHIN
         while True:
@@ -177,8 +178,11 @@ class SaveOfSeveral(Save):
         leaves: Mapping[str, LeafEntry | None],
         sha256: Mapping[str, str],
     ) -> Receipt:
-        """Record the files of this process. Its extents and digests lie with its own bytes: in the headers of its
-        files, or in a file of their own."""
+        """Record the files of this process.
+
+        The extents and digests are stored beside the bytes, in the headers of the files or in an extra file: they are
+        too large for a message.
+        """
         with gc_paused():
             whole = Receipt(coverage=coverage(files))
             if not self.format.keeps_records:
@@ -200,7 +204,7 @@ class SaveOfSeveral(Save):
     # --------------------------------------------------------------------------------------- commit
 
     def commit(self, receipt: Receipt) -> None:
-        """Commit the files of all processes in the first one. An error there is an error everywhere."""
+        """Commit the files of all processes in the first process. An error there is raised in every process."""
         try:
             self.hosts.meet(_encode(receipt), self._commit_all)
         except _CommitError as error:
@@ -220,17 +224,18 @@ class SaveOfSeveral(Save):
             self.hosts.end()
 
     def _commit_all(self, receipts: Sequence[bytes]) -> bytes:
-        whole = merged([_decode_receipt(receipt) for receipt in receipts])
+        whole = joined_receipts([_decode_receipt(receipt) for receipt in receipts])
         try:
             super().commit(whole)
-            self.upload.close()  # before the other processes hear of the commit
+            # Before the other processes hear of the commit, as they may save to the same directory right away.
+            self.upload.close()
         except BaseException as error:
-            done = _IN_PLACE if is_committed(self) else _NOTHING
+            done = _IN_PLACE if may_be_committed(self) else _NOTHING
             raise _CommitError(f"{done}: {self.hosts.name(0)}: {error!r}", error) from error
         return b""
 
     def recorded(self, receipt: Receipt) -> TreeEntry:
-        """Return the tree as the manifest has it; refuse one that does not have every element once."""
+        """Return the tree as the manifest records it. Refuse a tree without every element, or with an element twice."""
         coverages = (coverage_of(name, math.prod(entry.shape)) for name, entry in self.leaves.items())
         if receipt.coverage != sum(coverages) % 2**64:
             raise ProcessError(
@@ -248,14 +253,14 @@ class SaveOfSeveral(Save):
 
 
 class _CommitError(ProcessError):
-    """An error of the commit in the first process, in the words that are sent to the others."""
+    """An error of the commit in the first process, in the words that the other processes raise."""
 
     def __init__(self, text: str, cause: BaseException) -> None:
         super().__init__(text)
         self.cause = cause
 
 
-def merged(receipts: Sequence[Receipt]) -> Receipt:
+def joined_receipts(receipts: Sequence[Receipt]) -> Receipt:
     """Merge receipts: all files, in the order of the processes, and all leaves."""
     whole = Receipt()
     for receipt in receipts:
@@ -272,10 +277,10 @@ def merged(receipts: Sequence[Receipt]) -> Receipt:
 
 
 class Brought(Struct):
-    """The message of a process to the first meeting: its operation, a digest of its tree, and a digest of the values
+    """The message of a process to the first meeting: its call, a digest of its tree, and a digest of the values
     that it has for itself."""
 
-    what: str
+    call: str
     tree: str
     own: str
 
@@ -284,7 +289,8 @@ class Agreed(Struct):
     """The answer to the first meeting: the id of the save, the place, the token of the upload to join, and the leaves
     that the first process does not have, by number.
 
-    `differing` lists the processes whose tree differs from that of the first; `described` then describes the latter.
+    `differing` lists the processes whose tree differs from the tree of the first process. `described` then describes
+    that tree.
     """
 
     save_id: str = ""
@@ -296,10 +302,10 @@ class Agreed(Struct):
 
 
 def _described(save: Save) -> tuple[Brought, list[str]]:
-    """Describe everything that must be the same in all processes, and one line for each leaf."""
+    """Describe everything that must be the same in all processes, with one line for each leaf."""
     assert save.compared
     how = {name: getattr(save.options, name) for name in ("max_chunk_bytes", "compression", "ocdbt")}
-    what = f"saves the prefix {save.prefix!r} as {save.kind} with {how | {'write_index': save.has_index}}"
+    call = f"saves the prefix {save.prefix!r} as {save.kind} with {how | {'write_index': save.has_index}}"
     lines = [
         f"{s.name}: {s.dtype}{list(s.shape)} of {s.home}"
         + (f", keys of {s.key}" if s.key else "")
@@ -308,14 +314,14 @@ def _described(save: Save) -> tuple[Brought, list[str]]:
     ]
     lines += [f"{name}: {json}"[:_MOST_SHOWN] for name, json in save.tree.raw_values.items()]
     for source in save.compared.replicas:
-        ((region, array),) = source.parts
-        lines.append(f"{source.name}: {on_host(array, region).tolist()}")
+        ((box, array),) = source.parts
+        lines.append(f"{source.name}: {box_on_host(array, box).tolist()}")
     structure = msgspec.json.encode(msgspec.json.decode(save.tree.structure), order="sorted")
     values = msgspec.json.encode(save.tree.raw_values, order="sorted")
     save.compared.own.update(msgspec.json.encode(save.tree.raw_metadata, order="sorted"))
     text = "\n".join(lines).encode(errors="replace")
     tree = xxh3_128_of([text, structure + values])
-    return Brought(what, tree, save.compared.own.hexdigest()), lines
+    return Brought(call, tree, save.compared.own.hexdigest()), lines
 
 
 def _mention(others: Sequence[str], first: str) -> None:

@@ -1,4 +1,4 @@
-"""Take the arrays of the caller's tree, and protect them from changes by the caller."""
+"""Take the arrays of a tree, and protect them from changes by the caller."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 _Facts = tuple[str | None, int, "RecordedSharding | None"]
 
-# Up to here it takes less time to copy an array at once than to hold a view of it until it is written.
+# Up to this size a copy takes less time than a view that is held until it is written.
 _COPIED_BYTES = 2**14
 
-# Larger arrays that each process has for itself are not compared: the caller waits for the comparison.
+# Larger arrays that each process has for itself are not compared, because the caller waits for the comparison.
 _COMPARED_BYTES = 2**16
 
-# Of the arrays that all processes have a copy of, a few small ones are compared.
+# Of the arrays that every process has a copy of, a few small ones are compared: the step is among them.
 _REPLICA_BYTES = 64
 _MOST_REPLICAS = 256
 
@@ -52,8 +52,8 @@ _MOST_REPLICAS = 256
 def snapshot(
     leaves: Mapping[str, Any], options: SaveOptions, hosts: Hosts, *, detach: bool
 ) -> tuple[list[Source], dict[str, Any], Compared]:
-    """Return the arrays among the leaves as sources, the others as JSON values, and the data to compare with other
-    processes.
+    """Return the arrays among the leaves as sources, the remaining leaves as JSON values, and the data to compare with
+    other processes.
 
     With `detach` the caller may donate or change every array as soon as this returns: numpy arrays are copied, arrays
     on an accelerator are copied there or to the host, and the memory of CPU arrays is kept alive.
@@ -95,7 +95,7 @@ class _Reader:
         self.facts: dict[Any, _Facts] = {}
         self.copied: dict[Any, _CopiedKind | None] = {}
         self.small: dict[tuple[int, Any], _Small] = {}
-        self.cuts: dict[Any, _Cut] = {}
+        self.splits: dict[Any, _Split] = {}
         self.written = np.zeros(hosts.count, np.int64)
         self.own = Hasher()
         self.replicas: list[Source] = []
@@ -121,7 +121,7 @@ class _Reader:
             self.written[0] += array.nbytes
             if array.nbytes <= _COMPARED_BYTES:
                 self.own.update(to_bytes(array, dtype))
-        if self.hosts.index:  # every process has one; that of the first is stored
+        if self.hosts.index:  # every process has one; the array of the first process is stored
             return Source(name, dtype, array.shape, "numpy", is_first=False)
         if array.nbytes <= _COPIED_BYTES:
             return Source(name, dtype, array.shape, "numpy", None, None, to_bytes(array, dtype))
@@ -132,7 +132,7 @@ class _Reader:
     def jax_array(self, name: str, array: Any) -> Source:
         where = _where(array.sharding)
         small = self.small.get((id(array.aval), where)) or self.small_kind(array, where)
-        if small:  # which nearly all of very many leaves are
+        if small:  # as nearly all leaves are where a tree has very many
             kind = small.kind
             data = kind.copy(array, small.nbytes)
             return Source(name, kind.dtype, small.shape, kind.home, None, kind.sharding, data)
@@ -152,23 +152,21 @@ class _Reader:
             if self.hosts.count > 1 and array.nbytes <= _COMPARED_BYTES and sharding is None:
                 self.own.update(to_bytes(np.asarray(array), dtype))
             return Source(name, dtype, shape, home, key, sharding, view_of(array), (), (), None, owner)
-        cut = self.cut(array)
-        if self.hosts.count > 1 and array.nbytes <= _REPLICA_BYTES and cut.is_everywhere:
+        split = self.split(array)
+        if self.hosts.count > 1 and array.nbytes <= _REPLICA_BYTES and split.is_everywhere:
             self.compare(name, array)
-        mine, is_first = self.mine(cut, array.dtype.itemsize)
-        parts = [(region, _data(array, number)) for region, number in mine.items()]
-        regions = merged(list(mine))
+        mine, is_first = self.mine(split, array.dtype.itemsize)
+        parts = [(box, _data(array, number)) for box, number in mine.items()]
+        boxes = merged(list(mine))
         return Source(
-            name, dtype, shape, home, key, sharding, None, parts, regions, cut.shard, owner, is_first
+            name, dtype, shape, home, key, sharding, None, parts, boxes, split.shard, owner, is_first
         )
 
     def compare(self, name: str, array: jax.Array) -> None:
-        """Compare a small array that every process has a copy of, such as the step: the copies must be the same."""
+        """Note a small array that every process has a copy of, such as the step, to compare the copies."""
         if len(self.replicas) < _MOST_REPLICAS:
-            region = Box.whole(array.shape)
-            self.replicas.append(
-                Source(name, array.dtype.name, array.shape, parts=[(region, _data(array, 0))])
-            )
+            box = Box.whole(array.shape)
+            self.replicas.append(Source(name, array.dtype.name, array.shape, parts=[(box, _data(array, 0))]))
 
     def stored_jax(self, dtype: np.dtype[Any]) -> tuple[str, bool]:
         """Return the dtype under which a dtype is stored, and whether XLA keeps it packed."""
@@ -181,7 +179,7 @@ class _Reader:
         return self.dtype if self.dtype and is_floating(dtype) else dtype
 
     def small_kind(self, array: Any, where: Any) -> _Small | None:
-        """Return what arrays like this one have in common, if they are small, on the CPU and stored as they are."""
+        """Return the facts that arrays like this one share, if they are small, on the CPU and stored as they are."""
         aval = array.aval
         shape, dtype = aval.shape, aval.dtype
         key = dtype, len(shape), aval.weak_type, where
@@ -208,8 +206,8 @@ class _Reader:
         return _CopiedKind(stored, dtype.itemsize, home, sharding, copier(dtype, array.ndim, device))
 
     def look_at(self, sharding: Any, where: Any) -> _Facts:
-        """Return where arrays of a sharding are, the process that holds them alone (-1 if several do), and what is
-        recorded.
+        """Return where arrays of a sharding are, the process that holds them alone (-1 if several do), and the recorded
+        sharding.
 
         The place is "device" for one device of this process, "memory" if that is its CPU, and None otherwise.
         """
@@ -224,49 +222,54 @@ class _Reader:
             facts = self.facts[where] = (place, owner, recorded_sharding(sharding))
         return facts
 
-    def cut(self, array: jax.Array) -> _Cut:
-        """Return how arrays of this shape and sharding are cut; cached, because most arrays of a tree are alike."""
+    def split(self, array: jax.Array) -> _Split:
+        """Return the boxes of arrays of this shape and sharding; cached, because most arrays of a tree are alike."""
         key = (array.sharding, array.shape)
-        found = self.cuts.get(key)
+        found = self.splits.get(key)
         if found is None:
-            found = self.cuts[key] = _cut(array, self.hosts)
+            found = self.splits[key] = _split(array, self.hosts)
         return found
 
-    def mine(self, cut: _Cut, itemsize: int) -> tuple[dict[Box, int], bool]:
+    def mine(self, split: _Split, itemsize: int) -> tuple[dict[Box, int], bool]:
         """Return the boxes that this process writes, and whether one of them is the first.
 
-        A box that several processes hold is written by the one with the least to write.
+        If several processes hold a box, the process with the least to write so far writes it.
         """
-        if cut.settled is not None:
-            if cut.counts:
-                self.written += cut.elements * itemsize
-            return cut.settled
-        sizes = [(region.size * itemsize, who) for region, who in cut.holders.items()]
-        return cut.of(owners(sizes, self.written), self.hosts.index)
+        if split.settled is not None:
+            if split.counts:
+                self.written += split.elements * itemsize
+            return split.settled
+        sizes = [(box.size * itemsize, who) for box, who in split.holders.items()]
+        return split.of(owners(sizes, self.written), self.hosts.index)
 
     def detach_all(self, sources: list[Source]) -> None:
-        """Replace all arrays on accelerators by copies, made in one call."""
+        """Replace all arrays on accelerators by copies.
+
+        Copies on the devices take a fraction of the time of copies to the host, for which the caller would wait; but
+        they need room there.
+        """
         arrays = [a for source in sources for _, a in source.parts if isinstance(a, jax.Array)]
         if not arrays:
             return
         kinds = Kinds(arrays)
         if self.where == "host" or (self.where == "auto" and not _have_room(kinds.nbytes())):
+            # Page-locked, so that the transfers run at full speed and beside the computations of the caller.
             pinned = [array.sharding.with_memory_kind("pinned_host") for array in arrays]
             copies = iter(jax.device_put(arrays, pinned, may_alias=False))
         else:
             copies = iter(copied(kinds))
         for source in sources:
             parts: Any = source.parts  # a list: to make another source takes ten times as long
-            for number, (region, array) in enumerate(parts):
+            for number, (box, array) in enumerate(parts):
                 if isinstance(array, jax.Array):
-                    parts[number] = (region, next(copies))
+                    parts[number] = (box, next(copies))
 
 
 _whole = lru_cache(1024)(Box.whole)  # most arrays of a tree have one of a few shapes
 
 
 def _where(sharding: Any) -> Any:
-    """Return what to look a sharding up by: JAX takes three times as long to compare two of a single device."""
+    """Return a key for a sharding. To compare two shardings of a single device takes JAX three times as long."""
     if type(sharding) is not SingleDeviceSharding:
         return sharding
     (device,) = sharding.device_set
@@ -274,7 +277,7 @@ def _where(sharding: Any) -> Any:
 
 
 class _CopiedKind(Struct, frozen=True):
-    """What arrays have in common that are copied if they are small; `copy` returns the bytes of one of them."""
+    """Facts that small arrays which are copied have in common; `copy` returns the bytes of an array."""
 
     dtype: str
     itemsize: int
@@ -284,7 +287,7 @@ class _CopiedKind(Struct, frozen=True):
 
 
 class _Small(Struct, frozen=True, gc=False):
-    """Small arrays whose `aval` and sharding are the same. `aval` is held, because its id is the key."""
+    """Small arrays with the same `aval` and sharding. `aval` is held: its id is a key, and must not be used again."""
 
     kind: _CopiedKind
     shape: tuple[int, ...]
@@ -292,8 +295,8 @@ class _Small(Struct, frozen=True, gc=False):
     aval: Any
 
 
-class _Cut:
-    """The boxes of an array, the processes that hold each, and the shards of this process that they are."""
+class _Split:
+    """The boxes of an array, the processes that hold each box, and the shards of this process."""
 
     def __init__(
         self,
@@ -308,18 +311,18 @@ class _Cut:
         self.elements = np.zeros(hosts.count, np.int64)
         if all(len(who) == 1 for who in holders.values()):  # the choice does not depend on `written`
             self.settled = self.of([int(who[0]) for who in holders.values()], hosts.index)
-            for region, who in holders.items():
-                self.elements[who[0]] += region.size
+            for box, who in holders.items():
+                self.elements[who[0]] += box.size
         # Even shares change no choice, and an array that one process holds alone looks different to each process.
         is_even = bool((self.elements == self.elements[0]).all())
         self.counts = not is_even and np.count_nonzero(self.elements) > 1
 
     def of(self, owned: Sequence[int], process: int) -> tuple[dict[Box, int], bool]:
-        mine = [region for region, owner in zip(self.holders, owned, strict=True) if owner == process]
-        return {region: self.here[region] for region in mine}, owned[0] == process
+        mine = [box for box, owner in zip(self.holders, owned, strict=True) if owner == process]
+        return {box: self.here[box] for box in mine}, owned[0] == process
 
 
-def _cut(array: jax.Array, hosts: Hosts) -> _Cut:
+def _split(array: jax.Array, hosts: Hosts) -> _Split:
     holders: dict[Box, dict[int, None]] = {}
     placed: Any = array.sharding.devices_indices_map(array.shape)  # jax does not type devices
     for device, index in placed.items():
@@ -329,25 +332,25 @@ def _cut(array: jax.Array, hosts: Hosts) -> _Cut:
                 f"it is on {device} of process {device.process_index}, which does not take part in this save; save "
                 "from all processes that hold it (SaveOptions.processes)"
             )
-        holders.setdefault(_region(index, array.shape), {})[process] = None
+        holders.setdefault(_box(index, array.shape), {})[process] = None
     here: dict[Box, int] = {}
     for number, shard in enumerate(array.addressable_shards):
         if hosts.process_of(shard.device) == hosts.index:
-            here.setdefault(_region(shard.index, array.shape), number)
-    processes = {region: np.array(list(who)) for region, who in holders.items()}
-    return _Cut(processes, here, array.sharding.shard_shape(array.shape), hosts)
+            here.setdefault(_box(shard.index, array.shape), number)
+    processes = {box: np.array(list(who)) for box, who in holders.items()}
+    return _Split(processes, here, array.sharding.shard_shape(array.shape), hosts)
 
 
 class _DeletedError(Exception):
-    """A signal to `snapshot`, which looks for all deleted arrays."""
+    """Raised for a deleted array; `snapshot` then looks for all of them."""
 
 
 def _deleted_error(leaves: Mapping[str, Any]) -> LeafError:
     names = [repr(n) for n, leaf in leaves.items() if isinstance(leaf, jax.Array) and leaf.is_deleted()]
-    what = f"leaf {names[0]}: the array was" if len(names) == 1 else f"leaves {few(names)}: the arrays were"
+    found = f"leaf {names[0]}: the array was" if len(names) == 1 else f"leaves {few(names)}: the arrays were"
     return LeafError(
-        f"{what} deleted, probably donated to a jitted function (donate_argnums); save before that call, or save what "
-        "it returned"
+        f"{found} deleted, probably donated to a jitted function (donate_argnums); save before that call, or save its "
+        "result"
     )
 
 
@@ -358,7 +361,7 @@ def _data(array: jax.Array, number: int) -> Any:
 
 def _plain_value(leaf: Any) -> Any:
     value = value_to_json(leaf)
-    if not is_recorded(value):
+    if type(value) is dict and not is_recorded(value):  # all other JSON is the value itself
         if is_code(leaf):  # an activation of Equinox, say
             return code_to_json(leaf)
         kind = type(leaf)
@@ -370,7 +373,7 @@ def _plain_value(leaf: Any) -> Any:
     return value
 
 
-def _region(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
     bounds = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
     return Box(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
 

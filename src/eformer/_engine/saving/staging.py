@@ -1,4 +1,4 @@
-"""Bring the elements of leaves into host memory, within a budget of bytes."""
+"""Bring the elements of leaves into host memory, and limit the bytes on their way to the disk."""
 
 from __future__ import annotations
 
@@ -41,33 +41,33 @@ class Staging:
         self.changed = threading.Condition()
 
     def batch_bytes(self, parts: Sequence[ArrayBox]) -> int:
-        """Return how many bytes to fetch at once."""
+        """Return the number of bytes to fetch together."""
         enough = [_enough_of(array) for _, array in parts] or [_CPU_BATCH_BYTES]
         return min(self.budget // 4, *enough)
 
-    def fetch(self, parts: Sequence[ArrayBox], region: Box) -> tuple[list[ArrayBox], int]:
-        """Return the boxes inside `region` in host memory, and the number of bytes to `release` when they are written.
+    def fetch(self, parts: Sequence[ArrayBox], box: Box) -> tuple[list[ArrayBox], int]:
+        """Return the boxes inside `box` in host memory, and the number of bytes to `release` when they are written.
 
-        Wait until enough of the budget is released; a single region may be larger than the budget.
+        Wait until enough of the budget is released; for a box that is larger than the budget, until all of it is.
         """
-        wanted = [(overlap, box, array) for box, array in parts if (overlap := box.overlap(region))]
+        wanted = [(overlap, held, array) for held, array in parts if (overlap := held.overlap(box))]
         nbytes = sum(o.size * a.dtype.itemsize for o, _, a in wanted if not isinstance(a, np.ndarray))
         if nbytes:
             with self.changed:
-                interrupts.wait(partial(self.changed.wait_for, partial(self._has_room, nbytes)))
+                interrupts.wait_until(partial(self.changed.wait_for, partial(self._has_room, nbytes)))
                 self.used += nbytes
         try:
-            return [(overlap, on_host(a, overlap.inside(box))) for overlap, box, a in wanted], nbytes
+            return [(overlap, box_on_host(a, overlap.inside(held))) for overlap, held, a in wanted], nbytes
         except BaseException:
             self.release(nbytes)
             raise
 
     @contextmanager
-    def reading(self, source: Source, region: Box) -> Iterator[np.ndarray[Any, Any]]:
+    def reading(self, source: Source, box: Box) -> Iterator[np.ndarray[Any, Any]]:
         """Yield the elements of a box of a leaf in C order. Their memory is released after the block."""
-        boxes, held = self.fetch(source.boxes, region)
+        boxes, held = self.fetch(source.boxes, box)
         try:
-            yield contiguous(boxes, region, source.dtype)
+            yield contiguous(boxes, box, source.dtype)
         finally:
             self.release(held)
 
@@ -82,7 +82,7 @@ class Staging:
 
 
 def _enough_of(array: Any) -> int:
-    """Return how many bytes of an array to fetch at once; the more, the faster an accelerator copies."""
+    """Return the number of bytes of an array to fetch together: large transfers keep an accelerator at full speed."""
     if isinstance(array, LazyArray):
         return _IN_ORDER_BYTES if array.in_order else sys.maxsize
     if isinstance(array, np.ndarray):
@@ -91,10 +91,11 @@ def _enough_of(array: Any) -> int:
     return _CPU_BATCH_BYTES if device.platform == "cpu" else sys.maxsize  # arrays on a CPU are only unpacked
 
 
-def on_host(array: Any, region: Box) -> np.ndarray[Any, Any]:
+def box_on_host(array: Any, box: Box) -> np.ndarray[Any, Any]:
     if isinstance(array, np.ndarray):
-        return array[region.slices]
+        return array[box.slices]
     if isinstance(array, LazyArray):
-        return array.read(region)
-    array.block_until_ready()  # a slice is a program, and a copy in host memory may still be on its way
-    return staged(array if region.shape == array.shape else array[region.slices])
+        return array.read(box)
+    # A slice is a program, and a copy in host memory may still be on its way.
+    array.block_until_ready()
+    return staged(array if box.shape == array.shape else array[box.slices])

@@ -1,4 +1,4 @@
-"""Save a tree: take the leaves from the caller, and carry out the save."""
+"""`save` and `save_async`: check the arguments, take the leaves from the caller, and complete the save."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eformer._engine.record.dtypes import floating_dtype
 from eformer._engine.record.options import SaveOptions, options_from
 from eformer._engine.saving.commit import new_tree
 from eformer._engine.saving.pending import Pending, run_in_background
-from eformer._engine.saving.save import Format, Save, carry_out, store_options_of
+from eformer._engine.saving.save import ALIASES, Format, Kind, Save, complete, store_options_of
 from eformer._engine.saving.several import SaveOfSeveral
 from eformer._engine.saving.snapshot import metadata_to_json, snapshot
 from eformer._engine.stores.local import resolved
@@ -56,20 +56,20 @@ def save(
     """Save `tree` to `path`, atomically and durably. On any error the previous checkpoint is left intact.
 
     tree        any pytree. Do not write to its numpy arrays meanwhile; `save_async` copies them
-    path        a directory, which holds one tree for each prefix, or one file if it ends in ".safetensors". "~" and
-                file:// URLs are understood, and those of buckets: s3://, gs://, az:// and others
+    path        a directory, which holds one tree for each prefix, or one file if it ends in ".safetensors". It may
+                begin with "~", and be a file:// URL or the URL of a bucket, such as s3://, gs:// or az://
     prefix      the name of the tree in the directory
-    format      "safetensors", or "tensorstore" for zarr arrays
-    metadata    a dict of plain values that `inspect` gives back; arrays without axes become plain numbers
+    format      "safetensors", or "zarr" for a zarr array of each leaf; "tensorstore" is another name of "zarr"
+    metadata    a dict of plain values, which `inspect` returns; arrays without axes become plain numbers
     options     a `SaveOptions`, or a dict of its fields
     overwrite   replace a ".safetensors" file that another program wrote. Checkpoints of eformer are replaced without
                 this; files of other programs in a directory never are
-    progress    True for a bar on standard error; or a function that is called with the bytes of leaves written so far
-                and in all, several times a second, from any thread. If it raises, the save fails with that error
+    progress    True for a bar on standard error; or a function of the bytes of leaves that are written and of their
+                total, called several times a second from any thread. If it raises, the save fails with that error
 
-    Several processes all make this call, with the same tree and a directory that all see. Each writes its own part of
-    arrays that lie on devices of several. Arrays and metadata that each process has for itself (numpy arrays, arrays on
-    its own devices) are stored as the first process has them.
+    Several processes all make this call, with the same tree and a directory that all of them see. Each process writes
+    its own boxes of arrays that lie on devices of several. Arrays and metadata that each process has for itself (numpy
+    arrays, arrays on its own devices) are stored as the first process has them.
 
     Returns the path as text.
 
@@ -83,7 +83,7 @@ def save(
         save = start(
             tree, path, prefix=prefix, format=format, metadata=metadata, options=options, overwrite=overwrite
         )
-        carry_out(save, progress)
+        complete(save, progress)
     return os.fspath(path)
 
 
@@ -109,9 +109,10 @@ def save_async(
         'run/step-200'
     """
     refuse_swapped(tree, path, "save_async(tree, path)")
+    options = options_from(options)
     with held_back() as block:
         pending = Pending(os.fspath(path))
-        block.otherwise = pending.give_up
+        block.otherwise = pending.give_up  # after a Ctrl-C the caller has no handle of the save
         save = start(
             tree,
             path,
@@ -133,25 +134,24 @@ def start(
     prefix: str | None = None,
     format: Format = "safetensors",  # noqa: A002
     metadata: Mapping[str, Any] | None = None,
-    options: SaveOptions | Mapping[str, Any] = _DEFAULT,
+    options: SaveOptions = _DEFAULT,
     overwrite: bool = False,
     detach: bool = False,
     write_index: bool = True,
     first: Callable[[Any], Any] | None = None,
     hosts: Hosts | None = None,
 ) -> Save:
-    """Prepare a save that only has to be carried out; with `detach` it needs nothing of the caller's any more.
+    """Prepare a save up to the point where it can be completed. With `detach`, it no longer needs the caller's arrays.
 
-    Without an index, arrays lie there as if another program had written them. `first` is called on the tree: if it
-    raises, the save fails with that error, and other processes hear of it. `hosts` are the processes that save
-    together, if the caller knows better.
+    Without an index, the arrays are written as if by another program. `first` is called on the tree: if it raises, the
+    save fails with that error in every process. `hosts` are the processes that save together; by default
+    `SaveOptions.processes`.
     """
-    options = options_from(options)
     hosts = hosts or _hosts.current("saves", options.processes, options.timeout)
     with _hosts.told_to_all(hosts), store_options_of(options, path):
-        _check_format(format, options, write_index=write_index)
+        form = _checked_format(format, options, write_index=write_index)
         tree = first(tree) if first else tree
-        store, file = place_of(path, format)
+        store, file = _place_of(path, form)
         if hosts.count > 1 and file:
             raise ValueError(f"{store.path_to(file)}: several processes save to a directory, not to one file")
         if prefix is not None:
@@ -163,16 +163,16 @@ def start(
             leaves, structure = flatten(tree)
             sources, values, compared = snapshot(leaves, options, hosts, detach=detach)
         entry = new_tree(f"eformer {__version__}, jax {jax.__version__}", structure, recorded, values)
-        host = hosts.name(hosts.index)
-        interrupts.check()  # the last chance before others wait for this save
-        before = _saves_to_await(options.reuse, store, host) if options.reuse else ()
-        turn = turns.take(store.at(file).key if file else store.key, host, in_background=detach)
+        process = hosts.name(hosts.index)
+        interrupts.check()  # the last moment at which no other save waits for this one
+        before = _saves_to_await(options.reuse, store, process) if options.reuse else ()
+        turn = turns.take(store.at(file).key if file else store.key, process, in_background=detach)
         kind = SaveOfSeveral if hosts.count > 1 else Save
         return kind(
             store,
             file,
             prefix or "",
-            format,
+            form,
             sources,
             entry,
             options,
@@ -185,37 +185,41 @@ def start(
         )
 
 
-def place_of(path: str | os.PathLike[str], format: Format) -> tuple[Store, str]:  # noqa: A002
-    """Return the directory to save to and ""; or the directory of a file, and its name."""
+def _place_of(path: str | os.PathLike[str], form: Kind) -> tuple[Store, str]:
+    """Return the directory to save to, and the name of a single file or ""."""
     store, name = locate(absolute(path))
-    refuse_other_suffix(name, format)
-    if format == "safetensors" and name.endswith(SUFFIX) and name != SUFFIX:
+    refuse_other_suffix(name, form)
+    if form == "safetensors" and name.endswith(SUFFIX) and name != SUFFIX:
         return resolved(store)[0], name
     return store.at(name) if name else store, ""
 
 
 def refuse_swapped(tree: Any, path: Any, call: str) -> None:
-    """Refuse a path in the place of the tree. A tree that is text is one, as long as there is a path as well."""
+    """Raise TypeError if the tree and the path are swapped. Text is a valid tree if the path is a path."""
     if isinstance(tree, (str, os.PathLike)) and not isinstance(path, (str, bytes, os.PathLike)):
         raise TypeError(f"{call}: the arguments are swapped; the path is {tree!r}")
 
 
-def _check_format(format: str, options: SaveOptions, *, write_index: bool) -> None:  # noqa: A002
-    if not write_index and format != "tensorstore":
-        raise ValueError(f"write_index=False is for the format 'tensorstore'; {format} needs its manifest")
-    if format not in get_args(Format):
-        raise ValueError(f"unknown format {format!r}; this version writes {get_args(Format)}")
-    if format != "tensorstore":
-        for name in ("max_chunk_bytes", "compression", "ocdbt"):
-            if getattr(options, name):
-                raise ValueError(
-                    f"SaveOptions.{name} is for the format 'tensorstore'; {format} has no such thing"
-                )
+def _checked_format(format: Format, options: SaveOptions, *, write_index: bool) -> Kind:  # noqa: A002
+    """Return the format under its own name. Refuse an unknown one, and options that it does not have."""
+    form = ALIASES.get(format, format)
+    if form not in get_args(Kind):
+        raise ValueError(f"unknown format {format!r}; expected safetensors or zarr")
+    if form == "zarr":
+        return "zarr"
+    if not write_index:
+        raise ValueError("write_index=False is for the format zarr; safetensors files need their manifest")
+    for name in ("max_chunk_bytes", "compression", "ocdbt"):
+        if getattr(options, name):
+            raise ValueError(
+                f"SaveOptions.{name} is for the format zarr; safetensors files have no such option"
+            )
+    return "safetensors"
 
 
 def _resolved(options: SaveOptions, store: Store, file: str) -> SaveOptions:
-    """Return the options with the whole path of `reuse` and a dtype by name. Fail early if `reuse` names no checkpoint
-    or does not apply."""
+    """Return the options with the absolute path of `reuse` and the dtype by name. Fail early if `reuse` names no
+    checkpoint or does not apply."""
     if options.dtype is not None:
         options = dataclasses.replace(options, dtype=floating_dtype(options.dtype))
     if options.reuse is None or options.reuse is False:
@@ -232,13 +236,15 @@ def _resolved(options: SaveOptions, store: Store, file: str) -> SaveOptions:
     return dataclasses.replace(options, reuse=place)
 
 
-def _saves_to_await(reuse: str | os.PathLike[str] | bool, store: Store, host: str) -> list[threading.Event]:
-    """Return the saves under way to the place whose leaves this one may use again."""
-    return turns.under_way(store.key if reuse is True else store_at(reuse or "").key, host)
+def _saves_to_await(
+    reuse: str | os.PathLike[str] | bool, store: Store, process: str
+) -> list[threading.Event]:
+    """Return the saves under way to the checkpoint that `reuse` names."""
+    return turns.under_way(store.key if reuse is True else store_at(reuse or "").key, process)
 
 
 def _check_prefix(prefix: str) -> None:
-    """Files are named by it."""
+    """Refuse a prefix that cannot be part of a file name."""
     if not isinstance(prefix, str):
         raise TypeError(f"prefix={prefix!r}: a prefix is text")
     try:

@@ -1,4 +1,4 @@
-"""Write planned files into an upload: small ones many at a time, large ones piece by piece, digests on the way."""
+"""Write planned files into an upload, small files in batches, large files piece by piece, with digests on the way."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def write(
     nbytes = sum(file.nbytes for file in files if not file.is_there)
     upload.nbytes = nbytes
     if nbytes <= block:
-        threads = min(threads, len(files))  # more would find nothing to do
+        threads = min(threads, len(files))  # a file of this size is one task
     run_all(_Writer(upload, block, staging, meter, header).tasks(files), threads)
     upload.sync()
 
@@ -99,7 +99,7 @@ class _Writer:
                 continue
             (extent,) = file.extents
             content = small_bytes(extent)
-            nbytes += len(content)  # those of the leaf, without padding and before compression
+            nbytes += len(content)  # the bytes of the leaf, without padding and before compression
             if extent.coding:
                 content = _encoded(file, content)
             elif len(content) < file.nbytes:
@@ -116,7 +116,7 @@ class _Writer:
         self.finish(file, sink)
 
     def put_whole(self, file: PlannedFile) -> None:
-        """Write a chunk that is encoded, or goes into a database: both take it as a whole."""
+        """Write a chunk that is compressed or goes into a database, which both need it whole."""
         (extent,) = file.extents
         with self.staging.reading(extent.source, extent.box) as array:
             data = bytes(bytes_of(array))
@@ -130,7 +130,7 @@ class _Writer:
     # -------------------------------------------------------------------------------------- streams
 
     def stream(self, file: PlannedFile) -> None:
-        """Write a file from its beginning to its end. If its header needs the digests, everything is read twice."""
+        """Write a file from its beginning to its end. If its header needs the digests, read everything twice."""
         if self.header:
             sources = [extent.source for extent in file.extents]
             for _ in self.chunks_of(file, SILENT):
@@ -145,7 +145,7 @@ class _Writer:
         yield file.header
         written: list[tuple[Any, int]] = []
         at = len(file.header)
-        for task in self.extent_tasks(file, lambda *what: written.append(what), meter):
+        for task in self.extent_tasks(file, lambda *call: written.append(call), meter):
             task()
             data, offset = written.pop()
             if offset > at:
@@ -173,7 +173,7 @@ class _Writer:
         sink.close()
 
     def extent_tasks(self, file: PlannedFile, write: _Write, meter: Meter) -> Iterator[Callable[[], None]]:
-        """Write the extents in their order, each task some neighbours or a part of one, by one write."""
+        """Yield tasks that write the extents in their order: small neighbours together, or a batch of pieces."""
         start = len(file.header)
         counted = write if meter is SILENT else _counting(write, meter)
         small: list[PlannedExtent] = []
@@ -214,9 +214,9 @@ def _is_small(file: PlannedFile, block: int) -> bool:
 
 
 def is_in_one_place(extent: PlannedExtent) -> bool:
-    """Tell whether there is an array in host memory that is the extent's box."""
+    """Tell whether one array in host memory is the box of the extent."""
     source = extent.source
-    if source.whole is not None:  # which nearly every leaf has
+    if source.whole is not None:  # as for nearly every leaf
         return extent.region is None
     if len(source.parts) != 1:
         return False
@@ -256,52 +256,52 @@ def _piece_tasks(
     offset, number = start + extent.offset, 0
     for group in _groups(extent, block, staging):
         boxes, held = staging.fetch(extent.source.boxes, bounding(group))
-        lease = Countdown(partial(staging.release, held), len(group))
-        for run in joined(group, itemsize, max(block, _WRITE_BYTES)):
-            yield partial(_write_run, write, extent, number, boxes, run, offset, lease)
-            offset += itemsize * sum(region.size for region in run)
-            number += len(run)
-    extent.source = released(extent.source)  # the tasks hold what they need, and let go of it one by one
+        release = Countdown(partial(staging.release, held), len(group))
+        for batch in joined(group, itemsize, max(block, _WRITE_BYTES)):
+            yield partial(_write_pieces, write, extent, number, boxes, batch, offset, release)
+            offset += itemsize * sum(box.size for box in batch)
+            number += len(batch)
+    extent.source = released(extent.source)  # each task holds its boxes, until it has written them
 
 
-def _write_run(
+def _write_pieces(
     write: _Write,
     extent: PlannedExtent,
     number: int,
     boxes: Sequence[ArrayBox],
-    run: Sequence[Box],
+    batch: Sequence[Box],
     offset: int,
-    lease: Countdown,
+    release: Countdown,
 ) -> None:
-    """Write pieces that make up a box, the first of which has this number."""
+    """Write neighbouring pieces, of which the first has this number."""
     try:
-        data = bytes_of(contiguous(boxes, bounding(run), extent.source.dtype))
+        data = bytes_of(contiguous(boxes, bounding(batch), extent.source.dtype))
         at, itemsize = 0, extent.source.itemsize
-        for region in run:
-            stop = at + region.size * itemsize
+        for box in batch:
+            stop = at + box.size * itemsize
             extent.digests[number] = xxh3_128(data[at:stop])
             at, number = stop, number + 1
-        write(data, offset)  # right after its digests, while it is in the cache
+        write(data, offset)  # right after the digests, while the bytes are in the cache
     finally:
-        lease.count_down(len(run))
+        release.count_down(len(batch))
 
 
 # ------------------------------------------------------------------------------------------- digests
 
 
 def digests_of(extent: PlannedExtent, block: int, staging: Staging) -> Iterator[str]:
-    """Compute the digests of a box's pieces, each when it is asked for."""
+    """Yield the digests of the pieces of a box, each computed when it is asked for."""
     for group in _groups(extent, block, staging):
         boxes, held = staging.fetch(extent.source.boxes, bounding(group))
         try:
-            for region in group:
-                yield xxh3_128(bytes_of(contiguous(boxes, region, extent.source.dtype)))
+            for box in group:
+                yield xxh3_128(bytes_of(contiguous(boxes, box, extent.source.dtype)))
         finally:
             staging.release(held)
 
 
 def _groups(extent: PlannedExtent, block: int, staging: Staging) -> Iterator[Sequence[Box]]:
-    """Group the pieces of a box by what is fetched at once."""
+    """Group the pieces of a box that are fetched together."""
     itemsize = extent.source.itemsize
     inside = shifted(pieces(extent.box.shape, itemsize, block), extent.box.start)
     return joined(inside, itemsize, max(block, staging.batch_bytes(extent.source.parts)))
@@ -315,7 +315,7 @@ def _digest_pieces(extent: PlannedExtent, data: bytes, block: int) -> None:
 
 
 def _encoded(file: PlannedFile, data: bytes) -> bytes:
-    """Compress a chunk; only now is it known how long the file is."""
+    """Compress a chunk, and set the size of its file, which was unknown before."""
     (extent,) = file.extents
     encoded = zstd_compress(data)
     file.nbytes = extent.nbytes = len(encoded)
@@ -324,7 +324,7 @@ def _encoded(file: PlannedFile, data: bytes) -> bytes:
 
 
 def compute_sha256(sources: Sequence[Source], staging: Staging, threads: int) -> dict[str, str]:
-    """Compute the SHA-256 of every leaf that this process has as a whole."""
+    """Compute the SHA-256 of every leaf that this process holds whole."""
     found: dict[str, str] = {}
 
     def compute(source: Source) -> None:
@@ -336,8 +336,8 @@ def compute_sha256(sources: Sequence[Source], staging: Staging, threads: int) ->
 
 def elements_of(source: Source, staging: Staging) -> Iterator[memoryview]:
     """Read the elements of a leaf in their order, as bytes, a little at a time."""
-    for region in pieces(source.shape, source.itemsize, staging.batch_bytes(source.parts)):
-        with staging.reading(source, region) as array:
+    for box in pieces(source.shape, source.itemsize, staging.batch_bytes(source.parts)):
+        with staging.reading(source, box) as array:
             yield bytes_of(array)
 
 

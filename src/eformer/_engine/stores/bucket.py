@@ -374,7 +374,7 @@ class _Unpublished:
         stream.on_end(sent.set)
         self._large.append(stream)
         with cancelled_with_others(stream.cancel):
-            if not interrupts.wait(sent.wait, time_left()):
+            if not interrupts.wait_until(sent.wait, time_left()):
                 stream.wait()
         stream.raise_error()
 

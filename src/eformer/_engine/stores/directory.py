@@ -558,9 +558,13 @@ def content_of(version: Version) -> str:
 
 def lock(descriptor: int, *, shared: bool = False) -> None:
     """Wait for the lock of a file. Several descriptors may hold it `shared`; meanwhile `try_lock` raises."""
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
-        # The caller closes the descriptor after any error, which releases the lock.
-        let_through(partial(fcntl.flock, descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX))
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)  # nearly always free
+        except BlockingIOError:
+            # The caller closes the descriptor after any error, which releases the lock.
+            let_through(partial(fcntl.flock, descriptor, kind))
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise

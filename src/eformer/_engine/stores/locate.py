@@ -22,21 +22,21 @@ STORES: dict[str, Callable[[str], Store]] = {}
 
 def store_at(path: str | os.PathLike[str]) -> Store:
     """Return the store of a directory, which need not exist yet."""
-    if make := STORES.get(_scheme(path)):
-        return make(os.fspath(path))
-    if is_bucket_url(os.fspath(path)):
+    url = os.fspath(path)
+    scheme, is_url, _ = url.partition("://")
+    if not is_url:
+        return LocalStore(local_path(path))
+    if make := STORES.get(scheme):
+        return make(url)
+    if is_bucket_url(url):
         from eformer._engine.stores.clouds import bucket_at  # late: obstore is needed for buckets only
 
-        store = bucket_at(os.fspath(path))
+        store = bucket_at(url)
         store.cache = current_cache()
         return store
-    if is_hub_url(os.fspath(path)):
-        return hub_at(os.fspath(path))
-    return LocalStore(local_path(path))
-
-
-def _scheme(path: str | os.PathLike[str]) -> str:
-    return os.fspath(path).partition("://")[0]
+    if is_hub_url(url):
+        return hub_at(url)
+    return LocalStore(local_path(path))  # file://, or an error
 
 
 def locate(path: str | os.PathLike[str]) -> tuple[Store, str]:
@@ -47,8 +47,10 @@ def locate(path: str | os.PathLike[str]) -> tuple[Store, str]:
 
 def absolute(path: str | os.PathLike[str]) -> str:
     """Return a path to save to that still names the same place if the current directory changes."""
-    if _scheme(path) in STORES:
-        return os.fspath(path)
-    if is_hub_url(os.fspath(path)):
-        refuse_to_write(os.fspath(path))
-    return os.fspath(path) if is_bucket_url(os.fspath(path)) else str(local_path(path).absolute())
+    url = os.fspath(path)
+    scheme, is_url, _ = url.partition("://")
+    if is_url and (scheme in STORES or is_bucket_url(url)):
+        return url
+    if is_url and is_hub_url(url):
+        refuse_to_write(url)
+    return str(local_path(path).absolute())

@@ -51,6 +51,7 @@ _SYNCED_BY_SYNCFS = {0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x7
 # A save up to this part of the available memory stays in the page cache for its next reader. A larger save would push
 # out the pages of other files.
 _WARM_PART = 1 / 8
+_SMALL_SAVE = 64 * 2**20  # bytes; up to here a save stays in the page cache, whatever the machine has
 
 # Directories that are open together while small files are written.
 _MOST_OPEN = 8
@@ -72,7 +73,7 @@ class NewFiles(Scratch):
         super().__init__(directory, token, is_first=is_first)
 
     def create(self, name: str, nbytes: int) -> NewFile:
-        if self.nbytes and not self._files:
+        if self.nbytes > _SMALL_SAVE and not self._files:
             self.passes_cache = self.nbytes > available_memory() * _WARM_PART
         file = NewFile(self, name, nbytes, sync=len(self._files) < _FEW)
         self._files.append(file)
@@ -129,7 +130,8 @@ class NewFiles(Scratch):
         synced, self.synced = self.synced, []
         if len(unsynced) >= _FEW and _syncfs(self.data.descriptor):
             return
-        run_all([partial(self._sync_one, path) for path in unsynced], default_threads())
+        if unsynced:
+            run_all([partial(self._sync_one, path) for path in unsynced], default_threads())
         outer = {str(outer) for path in unsynced + synced for outer in PurePosixPath(path).parents}
         for path in outer - {"."}:  # the commit syncs `data` itself if it is moved
             with self.folder(path) as folder:

@@ -1,6 +1,7 @@
-"""A time by which everything that a call does has to be over: a save, a load, or clearing up after one.
+"""The deadline of a call: a save, a load, or the clearing up after one.
 
-It holds for the thread that sets it, and for those that `run_all` starts.
+It holds for the thread that sets it, and for the threads that `run_all` starts. It is a context variable, because as
+an argument it would have to pass through every function between a save and a request to a bucket.
 """
 
 from __future__ import annotations
@@ -14,22 +15,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_URGENT, _AFTERWARDS = 1.0, 60.0  # seconds
+# Seconds for clearing up: after Ctrl-C or a timeout the caller is waiting, after other errors a bucket may need a few
+# requests to remove the uploaded objects.
+_URGENT, _AFTERWARDS = 1.0, 60.0
 
 _at: ContextVar[tuple[float, str] | None] = ContextVar("eformer_deadline", default=None)
 
 
 @contextmanager
-def within(seconds: float | None, what: str) -> Iterator[None]:
-    """Let what is done meanwhile take so many seconds at most; None: as long as it takes. An earlier deadline stays.
+def within(seconds: float | None, name: str) -> Iterator[None]:
+    """Limit the block to so many seconds; None sets no limit. An earlier deadline stays.
 
-    `what` is told in the error, such as "SaveOptions(timeout=5)".
+    `name` names the limit in the error, such as "SaveOptions(timeout=5)".
     """
     before, now = _at.get(), time.monotonic()
     if seconds is None or (before and before[0] < now + seconds):
-        yield
+        yield  # a call inside another one gets no more time
         return
-    token = _at.set((now + seconds, what))
+    token = _at.set((now + seconds, name))
     try:
         yield
     finally:
@@ -38,9 +41,13 @@ def within(seconds: float | None, what: str) -> Iterator[None]:
 
 @contextmanager
 def clearing_up() -> Iterator[None]:
-    """Let what is done after an error take a moment, whatever the deadline was: after Ctrl-C, or if the time is over,
-    nobody wants to wait for much more."""
+    """Give the block after an error a time of its own, whatever the deadline was: a second after Ctrl-C or a timeout, a
+    minute after any other error.
+
+    The deadline may be over already, and then every request of the clearing up would fail: it replaces the deadline.
+    """
     error = sys.exc_info()[0]
+    # KeyboardInterrupt and SystemExit are no `Exception`.
     is_urgent = error is not None and (issubclass(error, TimeoutError) or not issubclass(error, Exception))
     token = _at.set((time.monotonic() + (_URGENT if is_urgent else _AFTERWARDS), "the time for clearing up"))
     try:
@@ -50,15 +57,15 @@ def clearing_up() -> Iterator[None]:
 
 
 def time_left(most: float | None = None) -> float | None:
-    """Return how many seconds are left, `most` at most, never fewer than 0; None if there is no limit."""
+    """Return the seconds until the deadline, from 0 to `most`; None without a limit."""
     found = _at.get()
     if found is None:
-        return most
+        return most  # a request has a limit of its own, even if the call has none
     left = max(0.0, found[0] - time.monotonic())
     return left if most is None else min(left, most)
 
 
 def told() -> str:
-    """Return who has set the deadline, if it is over; else ""."""
+    """Return the name of the deadline if it is over, else ""."""
     found = _at.get()
     return found[1] if found and found[0] <= time.monotonic() else ""

@@ -1,4 +1,4 @@
-"""Import packages that only an extra of eformer-checkpoint installs, or tell which extra is missing."""
+"""Import packages that only an extra of eformer-checkpoint installs, or name the extra that is missing."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from importlib.util import find_spec
 from typing import Any
 
 
-def import_extra(module: str, extra: str, what: str) -> Any:
-    """Import a module; if that fails, raise an ImportError that says `what` needs it, and how to install it."""
+def import_extra(module: str, extra: str, user: str) -> Any:
+    """Import a module; if that fails, raise an ImportError that says `user` needs it, and how to install it."""
     try:
         return import_module(module)
     except ImportError as error:
-        raise _missing(module, extra, what) from error
+        raise _missing(module, extra, user) from error
 
 
-def require_extra(module: str, extra: str, what: str) -> None:
-    """Raise the same ImportError if the module is not installed, without importing it."""
+def require_extra(module: str, extra: str, user: str) -> None:
+    """Raise an ImportError that names the extra if the module is not installed, without importing it."""
     try:
         spec = find_spec(module)
     except (ImportError, ValueError) as error:
-        raise _missing(module, extra, what) from error
+        raise _missing(module, extra, user) from error
     if spec is None:
-        raise _missing(module, extra, what)
+        raise _missing(module, extra, user)
 
 
-def _missing(module: str, extra: str, what: str) -> ImportError:
+def _missing(module: str, extra: str, user: str) -> ImportError:
     package = module.partition(".")[0]
     return ImportError(
-        f"{what} the package {package}: pip install 'eformer-checkpoint[{extra}]'", name=package
+        f"{user} the package {package}: pip install 'eformer-checkpoint[{extra}]'", name=package
     )

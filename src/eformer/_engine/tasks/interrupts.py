@@ -1,9 +1,9 @@
-"""Hold a Ctrl-C back while a call owns locks, turns, descriptors or scratch files, and hand it on where none is lost.
+"""Hold a Ctrl-C back while a call owns locks, turns, descriptors or scratch files, and hand it on where none gets lost.
 
-Python raises KeyboardInterrupt between any two instructions of the main thread: also between a file that was opened
-and the block that would close it. So a public call runs inside `held_back`. It notes SIGINT instead, and gives it to
-the handler of the program at the next `check`, or when the call has ended. `check` is called where the caller's own
-errors could be raised as well: before each task, while waiting, before a commit.
+Python raises KeyboardInterrupt between any two instructions of the main thread, such as between the opening of a file
+and the block that would close it. Therefore a public call runs inside `held_back`, which notes SIGINT and gives it to
+the handler of the program at the next `check`, or at the end of the call. `check` is called at places where an error of
+the caller could be raised as well: before each task, while waiting, before a commit.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_POLL = 0.05  # seconds until a wait notices a Ctrl-C
+_POLL = 0.05  # seconds until a wait notices a Ctrl-C: short for a person, long for a processor
 
-# The functions underneath `signal`, which makes enums of all numbers: that takes several times as long, and `Run.after`
-# is called at every step.
+# The functions below `signal`, which converts all numbers to enums. That takes several times as long, and `Run.after`
+# is called at every step of a training.
 _system: Any = importlib.import_module("_signal")
 _SIGINT = int(signal.SIGINT)
+# SIGTERM and SIGHUP end a program without any Python code running, unless it has a handler for them.
 _HELD_BACK = (_SIGINT, int(signal.SIGTERM), int(signal.SIGHUP))
 
 given_up: ContextVar[threading.Event | None] = ContextVar("eformer_given_up", default=None)
-"""Is set when the caller does not want the work of this context any more, such as a save that it has not heard of."""
+"""Set when the caller has given up the work of this context: a `save_async` that was interrupted returned no handle."""
 
 
 class held_back:  # noqa: N801
     """Hold SIGINT back during the block, in the main thread. In other threads, which never see it, do nothing.
 
-    Hold SIGTERM and SIGHUP back if they raise KeyboardInterrupt, as in the command line. If it is raised although the
-    block has ended well, the caller gets no result: then call `otherwise`, if the block has set it. Clearing up after
-    a Ctrl-C is not interrupted by a second one.
+    Hold SIGTERM and SIGHUP back if they raise KeyboardInterrupt, as in the command line. If the interrupt is raised
+    after the block has ended well, the caller gets no result: `otherwise`, if the block has set it, then undoes the
+    call. Clearing up after a Ctrl-C is not interrupted by a second one.
 
-    A block inside another one leaves signals to it, and holds back those that it lets through to a function of the
-    caller.
+    A block inside another one leaves signals to the outer block, except while that lets them through to a function of
+    the caller: then the inner block holds them back.
     """
 
     def __init__(self) -> None:
@@ -63,14 +64,15 @@ class held_back:  # noqa: N801
             self._around, around.lets_through = around, False
         elif _outermost is None and threading.current_thread() is threading.main_thread():
             try:
-                # A signal that came before is raised by `signal`, which then sets nothing. None is raised afterwards.
+                # `signal.signal` first raises a signal that is pending, and then sets nothing: the block has not begun,
+                # and the handlers that are set already are put back. Once it has returned, none is raised.
                 for number, before in _handlers():
                     self._before[number] = before
                     _system.signal(number, self.note)
             except BaseException:
                 self._put_back()
                 raise
-            if self._before:
+            if self._before:  # last, since an error before this line has put the handlers back
                 _main, _outermost = threading.get_ident(), self
         return self
 
@@ -82,21 +84,21 @@ class held_back:  # noqa: N801
         try:
             if self._around:
                 self._around.lets_through = True
-                if not is_interrupted:
+                if not is_interrupted:  # else the signal that was noted is being raised
                     self._around.hand_on()
                 return
-            _outermost = None
+            _outermost = None  # first, so that the block is over even if the next line is interrupted
             self._put_back()
             if self._noted and not is_interrupted:
                 self._before[self._noted](self._noted, sys._getframe())
         except BaseException:
-            with held_back():
+            with held_back():  # a second Ctrl-C must not stop the undoing
                 if self.otherwise and kind is None:
                     self.otherwise()
             raise
 
     def note(self, number: int, frame: Any) -> None:
-        """Handle a signal. After the block, a program that has kept this handler gets the one before it."""
+        """Note a signal. After the block, pass it on: the program may have kept this handler and set it again."""
         if self._is_over:
             self._before[number](number, frame)
         self._noted = number
@@ -104,28 +106,29 @@ class held_back:  # noqa: N801
             self.hand_on()
 
     def hand_on(self) -> None:
-        """Call the handler of the program if there was a signal; unless it has raised already."""
+        """Call the handler of the program if a signal came, unless that has raised an error already."""
         if self._noted is None or self._is_raised:
             return
         number, self._noted, self._is_raised = self._noted, None, True
         self._before[number](number, sys._getframe())
-        self._is_raised = False  # that of asyncio, for example, only makes a note of the first one
+        self._is_raised = False  # the handler only made a note, as that of asyncio does
 
     def leave_to_parent(self) -> None:
-        """Give the handlers back in a forked child, which may never come to the end of the block."""
+        """Put the handlers back in a forked child, which may never reach the end of the block."""
         self._put_back()
 
     def _put_back(self) -> None:
         try:
             for number, before in reversed(self._before.items()):
-                if _system.getsignal(number) == self.note:  # nobody else has set one meanwhile
+                if _system.getsignal(number) == self.note:  # else the block has set a handler that shall stay
                     _system.signal(number, before)
         finally:
-            self._is_over = True  # a handler that is still there by a Ctrl-C calls the one before it
+            # A Ctrl-C here leaves this handler in place. From now on it calls the handler before it.
+            self._is_over = True
 
 
 def _handlers() -> Iterator[tuple[int, Callable[[int, Any], object]]]:
-    """Yield the signals to hold back, and their handlers. Those of the system or of another language stay."""
+    """Yield the signals to hold back, with their handlers. Handlers of the system, or not in Python, stay."""
     for number in _HELD_BACK:
         before = _system.getsignal(number)
         if before is signal.default_int_handler or (number == _SIGINT and callable(before)):
@@ -133,7 +136,7 @@ def _handlers() -> Iterator[tuple[int, Callable[[int, Any], object]]]:
 
 
 _outermost: held_back | None = None  # of the main thread
-_main = threading.get_ident()  # the main thread, as far as it is in a block
+_main = threading.get_ident()  # of the thread of `_outermost`
 
 
 def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
@@ -148,15 +151,18 @@ def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def check() -> None:
-    """Raise KeyboardInterrupt if there was a Ctrl-C, or if the work was given up."""
+    """Raise KeyboardInterrupt if a Ctrl-C was noted, or if the work was given up."""
     if (block := _here()) and block._noted is not None:
         block.hand_on()
     if (event := given_up.get()) and event.is_set():
         raise KeyboardInterrupt("the call that began this work was interrupted")
 
 
-def wait(until: Callable[[float | None], T], timeout: float | None = None) -> T:
-    """Wait by `until(seconds)` for something true, `timeout` seconds at most. Look for a Ctrl-C meanwhile."""
+def wait_until(until: Callable[[float | None], T], timeout: float | None = None) -> T:
+    """Call `until(seconds)` until it returns something true, for at most `timeout` seconds; notice a Ctrl-C meanwhile.
+
+    Outside of a block, and in other threads, one call waits for the whole time: no signal is held back there.
+    """
     if _here() is None:
         return until(timeout)
     end = None if timeout is None else time.monotonic() + timeout
@@ -168,18 +174,20 @@ def wait(until: Callable[[float | None], T], timeout: float | None = None) -> T:
 
 
 def let_through(call: Callable[[], T]) -> T:
-    """Call a function that waits in the system or in another library, and raise KeyboardInterrupt inside it.
+    """Call a function that waits in the system or in another library, and let KeyboardInterrupt be raised inside it.
 
-    Nothing may be lost if that is raised at any point of the call, also right after it has done its work.
+    `call` must lose nothing if it is interrupted at any point, also right after it has done its work.
     """
     if (block := _here()) is None:
         return call()
     before, was_raised = block.lets_through, block._is_raised
-    block.lets_through = True  # if it stays so by a Ctrl-C, that was the one which is raised
+    # A Ctrl-C between this line and `try` leaves it True. That is harmless: the interrupt is being raised, and
+    # `hand_on` calls the handler for one signal only.
+    block.lets_through = True
     try:
-        check()
+        check()  # for a signal that was noted before it could be let through
         result = call()
-        block._is_raised = was_raised  # the call may have caught one, and the next one counts again
+        block._is_raised = was_raised  # the call may have caught an interrupt; the next one counts again
         return result
     finally:
         block.lets_through = before
@@ -189,15 +197,15 @@ _MARK = "_eformer_is_of_caller"
 
 
 def called(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function of the caller: let it be interrupted by Ctrl-C, and mark the error that it raises.
+    """Call a function of the caller: let Ctrl-C interrupt it, and mark the error that it raises.
 
-    A FileNotFoundError of a callback, say, looks like that of a missing file of the checkpoint, and would be taken for
-    damage.
+    Without the mark, a FileNotFoundError of a callback would look like a missing file of the checkpoint, and would be
+    reported as damage.
     """
     try:
         return let_through(partial(function, *arguments))
     except Exception as error:
-        with suppress(Exception):  # an error of any class, which may refuse attributes
+        with suppress(Exception):  # the class of an error may refuse attributes
             setattr(error, _MARK, True)
         raise
 
@@ -208,7 +216,7 @@ def is_of_caller(error: BaseException) -> bool:
 
 
 def result_of(future: futures.Future[T], timeout: float | None = None) -> T:
-    """Wait for a future, and return its result. Look for a Ctrl-C meanwhile."""
+    """Wait for a future and return its result; notice a Ctrl-C meanwhile."""
     if _here() is None:
         return future.result(timeout)
     wait_for_all([future], timeout)
@@ -216,17 +224,18 @@ def result_of(future: futures.Future[T], timeout: float | None = None) -> T:
 
 
 def wait_for_all(waited_for: Iterable[futures.Future[Any]], timeout: float | None = None) -> None:
-    """Wait for futures, `timeout` seconds at most. Look for a Ctrl-C meanwhile."""
+    """Wait for futures, for at most `timeout` seconds; notice a Ctrl-C meanwhile."""
     several = list(waited_for)
-    wait(lambda seconds: not futures.wait(several, seconds).not_done, timeout)
+    wait_until(lambda seconds: not futures.wait(several, seconds).not_done, timeout)
 
 
 def _here() -> held_back | None:
-    """Return the block that holds signals back, in the thread that would see them."""
+    """Return the block that holds signals back, if this is the thread that receives them."""
     return _outermost if threading.get_ident() == _main else None
 
 
 def _leave_to_parent() -> None:
+    # A fork by a thread that is not the main thread makes that thread the main thread of the child.
     global _outermost
     block, _outermost = _outermost, None
     if block:

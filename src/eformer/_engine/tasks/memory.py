@@ -43,7 +43,7 @@ def _of_machine() -> int:
 def _of_groups(
     root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")
 ) -> Iterator[int]:
-    """Yield the memory that each enclosing control group still allows, in version 1 or 2."""
+    """Yield the memory that each enclosing control group still allows, in version 1 or 2 of control groups."""
     try:
         lines = groups.read_text().splitlines()
     except OSError:
@@ -71,7 +71,10 @@ def _remaining(group: Path, limit: str, usage: str) -> Iterator[int]:
 
 
 def _inactive(group: Path) -> int:
-    """Return the bytes of files in the page cache that a group has not used lately: they count as used by it."""
+    """Return the bytes in the page cache that a group has not used lately.
+
+    The kernel counts them as used by the group, but gives them up when the group needs memory.
+    """
     with suppress(OSError):
         stats = dict(line.split(" ", 1) for line in (group / "memory.stat").read_text().splitlines())
         return max(int(stats.get(name, 0)) for name in _INACTIVE)

@@ -28,8 +28,8 @@ def run_all(
 ) -> None:
     """Run every task. The first error stops the rest and is raised here.
 
-    A task is taken from the iterable only when a thread is free for it, so the memory that tasks hold is bounded by the
-    number of threads. The caller's thread is one of them. `on_error` is called to wake tasks that wait for others.
+    A task is taken from the iterable only when a thread is free for it, so the number of threads bounds the memory that
+    tasks hold. The caller's thread is one of them. `on_error` is called to wake tasks that wait for another task.
     """
     if isinstance(tasks, Sized):
         threads = min(threads, len(tasks))
@@ -38,16 +38,18 @@ def run_all(
         return
     work = _Work(tasks, on_error)
     helpers = [
-        threading.Thread(target=copy_context().run, args=(work.help,), name="eformer-io")  # with its deadline
+        # In the context of the caller, which has the deadline and the readers that a save is called inside.
+        threading.Thread(target=copy_context().run, args=(work.help,), name="eformer-io")
         for _ in range(threads - 1)
     ]
     try:
-        with suppress(RuntimeError):  # no new threads can start, as when the interpreter exits: go on without
+        with suppress(RuntimeError):  # no new thread can start, as at exit: go on with fewer
             for helper in helpers:
                 helper.start()
         work.run()
     except BaseException as error:  # noqa: BLE001  such as Ctrl-C: helpers finish their current task only
         work.fail(error)
+    # No helper may outlive the call: it would write to files and arrays that the caller believes to be free.
     while True:
         try:
             work.wait()
@@ -55,7 +57,7 @@ def run_all(
                 with suppress(RuntimeError):  # it was never started
                     helper.join()
             break
-        except BaseException as error:  # noqa: BLE001  Ctrl-C while waiting: still join every helper
+        except BaseException as error:  # noqa: BLE001  Ctrl-C while waiting: join every helper in spite of it
             work.fail(error)
     if work.error:
         raise work.error
@@ -75,7 +77,7 @@ def _run_alone(tasks: Iterable[Callable[[], None]], on_error: Callable[[], None]
 
 @contextmanager
 def cancelled_with_others(cancel: Callable[[], object]) -> Iterator[None]:
-    """Call `cancel` if another task of the same `run_all` fails meanwhile, so that this one does not wait in vain."""
+    """Call `cancel` if another task of the same `run_all` fails during the block, which would then wait in vain."""
     work: _Work | None = getattr(_current, "work", None)
     if work is None:
         yield
@@ -88,15 +90,15 @@ def cancelled_with_others(cancel: Callable[[], object]) -> Iterator[None]:
 
 
 class Countdown:
-    """Calls a function when a number of tasks is done. If one fails, that is never reached."""
+    """Calls a function when a number of tasks is done. After an error in a task the function is never called."""
 
-    _lock = Lock()
+    _lock = Lock()  # one for all: it is held for an addition, and very many files have a countdown each
 
     def __init__(self, end: Callable[[], None], count: int = 1) -> None:
         self._end, self._count = end, count
 
     def after(self, task: Callable[[], None]) -> Callable[[], None]:
-        """Return one more task, counted. The maker closes the countdown when no more will come."""
+        """Count one more task and return it wrapped. `close` the countdown after the last one."""
         with self._lock:
             self._count += 1
         return partial(self.carry_out, task)
@@ -116,7 +118,7 @@ class Countdown:
 
 
 def in_turn(tasks: Sequence[Callable[[], None]], end: Callable[[], None]) -> list[Callable[[], None]]:
-    """Wrap the tasks so that the one that finishes last calls `end`. Without tasks, `end` is the only one."""
+    """Wrap the tasks so that the last to finish calls `end`. Without tasks, return `end` alone."""
     countdown = Countdown(end, len(tasks))
     return [partial(countdown.carry_out, task) for task in tasks] or [end]
 
@@ -129,13 +131,13 @@ _FEW = 1_000
 def gc_paused() -> Iterator[None]:
     """Pause the garbage collector while very many objects are created, none of which is garbage.
 
-    With JAX loaded a full collection takes a tenth of a second, and creating 10,000 arrays starts several. Afterwards
-    very many young objects are moved to the oldest generation: scanning each of them twice first would take as long as
-    creating them.
+    With JAX loaded, a full collection takes a tenth of a second, and creating 10,000 arrays starts several. Afterwards,
+    very many young objects move to the oldest generation: to scan each of them twice before takes as long as to create
+    them.
     """
     was_enabled, pause = gc.isenabled(), object()
     try:
-        if was_enabled:
+        if was_enabled:  # else another pause is under way, and will enable the collector
             _pauses.add(pause)
         gc.disable()
         yield
@@ -151,11 +153,13 @@ def gc_paused() -> Iterator[None]:
                 _pauses.discard(pause)
 
 
-_pauses: set[object] = set()  # those that will enable the collector again
+_pauses: set[object] = set()  # the pauses under way that will enable the collector again
 
 
 def _end_pauses() -> None:
-    if _pauses:  # of threads that are not in this process
+    # In a forked child: the threads that would end these pauses are in the parent, and nothing would enable the
+    # collector of the child again.
+    if _pauses:
         _pauses.clear()
         gc.enable()
 
@@ -163,7 +167,7 @@ def _end_pauses() -> None:
 os.register_at_fork(after_in_child=_end_pauses)
 
 
-_current = threading.local()  # `work` is that of the task that this thread carries out
+_current = threading.local()  # `work`: the `_Work` whose task this thread carries out
 
 
 class _Work:
@@ -175,7 +179,7 @@ class _Work:
         self.lock = threading.Lock()
         self.error: BaseException | None = None
         self.helping, self.helpers = threading.Condition(), 0
-        self.watching = threading.Lock()
+        self.watching = threading.Lock()  # of `error` and `cancels`
         self.cancels: list[Callable[[], object]] = []
 
     def help(self) -> None:
@@ -189,9 +193,9 @@ class _Work:
                 self.helping.notify_all()
 
     def wait(self) -> None:
-        """Wait until all helpers have ended. One that starts only now finds nothing to do."""
+        """Wait until all helpers have ended. A helper that starts only now finds nothing to do."""
         with self.helping:
-            interrupts.wait(lambda seconds: self.helping.wait_for(lambda: not self.helpers, seconds))
+            interrupts.wait_until(lambda seconds: self.helping.wait_for(lambda: not self.helpers, seconds))
 
     def take(self) -> Callable[[], None] | None:
         interrupts.check()
@@ -220,7 +224,7 @@ class _Work:
             self.cancels.remove(cancel)
 
     def fail(self, error: BaseException) -> None:
-        with self.watching:  # not the lock of the tasks, which may be held for long
+        with self.watching:  # not the lock of the tasks: it is held while the iterable makes the next one
             self.error, cancels = self.error or error, list(self.cancels)
         for cancel in cancels:
             cancel()

@@ -40,7 +40,7 @@ class Meter:
     def __init__(self, total: int, callback: ProgressCallback | None) -> None:
         self._total, self._callback = total, callback
         self._done, self._is_ended = 0, False
-        self._last = -math.inf  # not 0: the monotonic clock starts at zero on a machine that has just booted
+        self._last = -math.inf  # not 0: the monotonic clock begins at zero when a machine boots
         self._lock = threading.Lock()
 
     def add(self, nbytes: int) -> None:
@@ -76,7 +76,7 @@ SILENT = Meter(0, None)
 
 
 class _CallbackError(Exception):
-    """Carries an exception of the callback to the caller, so that nothing between takes it for an I/O error."""
+    """Carries an exception of the callback to the caller, so that no handler in between takes it for an I/O error."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(f"the progress callback raised {error!r}")
@@ -84,7 +84,7 @@ class _CallbackError(Exception):
 
 
 def is_wanted(progress: Progress) -> bool:
-    """Tell whether progress is to be reported. A callable counts even if it is falsy."""
+    """Tell whether to report progress. A callable counts even if it is falsy."""
     if progress is None or callable(progress):
         return progress is not None
     if type(progress).__name__ in ("bool", "bool_"):  # numpy's, too
@@ -95,13 +95,13 @@ def is_wanted(progress: Progress) -> bool:
 
 
 @contextmanager
-def metered(progress: Progress, total: int, what: str) -> Iterator[Meter]:
-    """Yield a meter that reports to `progress`, and report the total on success. Errors of the callback are raised."""
+def metered(progress: Progress, total: int, doing: str) -> Iterator[Meter]:
+    """Yield a meter that reports to `progress`, and report the total on success. Raise errors of the callback."""
     if not is_wanted(progress):
         yield SILENT
         return
     bar: AbstractContextManager[ProgressCallback] = (
-        nullcontext(progress) if callable(progress) else progress_bar(total, what)
+        nullcontext(progress) if callable(progress) else progress_bar(total, doing)
     )
     with bar as callback:
         meter = Meter(total, callback)
@@ -116,12 +116,12 @@ def metered(progress: Progress, total: int, what: str) -> Iterator[Meter]:
 
 
 @contextmanager
-def progress_bar(total: int, what: str) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(total: int, doing: str) -> Iterator[Callable[[int, int], None]]:
     """Draw a progress bar, and yield the function that updates it with the bytes done and the total."""
     bar: Any = None
     is_broken = False
     with suppress(Exception):
-        bar = _Notebook(what) if _is_notebook() else _Terminal(total, what)
+        bar = _Notebook(doing) if _is_notebook() else _Terminal(total, doing)
 
     def update(done: int, total: int) -> None:
         nonlocal is_broken
@@ -147,7 +147,7 @@ def _is_notebook() -> bool:
 class _Terminal:
     """A bar on standard error, so that piped output stays clean."""
 
-    def __init__(self, total: int, what: str) -> None:
+    def __init__(self, total: int, doing: str) -> None:
         from rich.console import Console  # late: importing rich takes a while
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
         from rich.progress import TransferSpeedColumn as Speed
@@ -159,7 +159,7 @@ class _Terminal:
 
         self._file = _unbuffered(sys.stderr)
         left = TimeRemainingColumn(compact=True, elapsed_when_finished=True)
-        # Redirect the program's own output only if it shares a terminal with the bar.
+        # Redirect the output of the program only if it shares a terminal with the bar: a file gets it as it is.
         is_shared = sys.stdout is not None and sys.stdout.isatty()
         self._bars = Progress(
             *(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), Speed(), left),
@@ -167,7 +167,7 @@ class _Terminal:
             redirect_stdout=is_shared,
             redirect_stderr=is_shared,
         )
-        self._task = self._bars.add_task(what, total=total)
+        self._task = self._bars.add_task(doing, total=total)
         try:
             self._bars.start()
         except BaseException:
@@ -186,9 +186,9 @@ class _Terminal:
 
 
 def _unbuffered(stream: TextIO) -> TextIO:
-    """Return a stream to the same place that keeps nothing back.
+    """Return a stream to the same file that buffers nothing.
 
-    Text that could not be written would stay in the buffer of standard error, and fail the program when it exits.
+    Text that could not be written would stay in the buffer of standard error, and make the program fail when it exits.
     """
     try:
         raw: Any = io.FileIO(os.dup(stream.fileno()), "w")
@@ -200,9 +200,9 @@ def _unbuffered(stream: TextIO) -> TextIO:
 class _Notebook:
     """A bar of HTML below the cell. Needs only IPython, which a notebook has."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, doing: str) -> None:
         display = import_module("IPython.display")  # not a dependency
-        self._html, self._what, self._start = display.HTML, what, time.monotonic()
+        self._html, self._doing, self._start = display.HTML, doing, time.monotonic()
         self._handle = display.display(self._html(self._text(0, 0)), display_id=True)
 
     def update(self, done: int, total: int) -> None:
@@ -216,4 +216,4 @@ class _Notebook:
         left = f", {took * (total - done) / done:.0f} s left" if 0 < done < total else f", {took:.1f} s"
         style = "vertical-align: middle; width: 16em"
         bar = f'<progress value="{done}" max="{max(total, 1)}" style="{style}"></progress>'
-        return f"{html.escape(self._what)} {bar} {size(done)} of {size(total)}, {size(done / took)}/s{left}"
+        return f"{html.escape(self._doing)} {bar} {size(done)} of {size(total)}, {size(done / took)}/s{left}"

@@ -14,33 +14,35 @@ from eformer._engine.tasks import interrupts
 if TYPE_CHECKING:
     from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
-_PATIENCE = 60.0  # seconds
-_LOOK_AGAIN = 1.0  # seconds: a turn that ends by being collected wakes nobody
+_PATIENCE = 60.0  # seconds that a save waits for a reader
+_LOOK_AGAIN = 1.0  # seconds: a turn that ends by being collected sets no event, and is only found gone
 
 _inside: ContextVar[tuple[threading.Event, ...]] = ContextVar("eformer_readers", default=())
 
 
 class _Turns:
-    """Saves to one place commit in the order of their calls, however long each takes to write."""
+    """Order the saves to one place: they write side by side, and commit in the order of their calls."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        self._lock = threading.Lock()
-        # The place and the process of each, and whether it is in the background, in the order of the calls.
+        self._lock = threading.Lock()  # a new one: a thread of the parent may have held the old one at a fork
+        # For each save: its place, its process, and whether it is in the background; in the order of the calls.
         self._under_way: dict[threading.Event, tuple[str, str, bool]] = {}
         self._readers: dict[threading.Event, Collection[str]] = {}
 
-    def take(self, key: str, host: str, *, in_background: bool = False) -> Turn:
-        with self._lock:
-            turn = Turn(self, key, self.under_way(key, host))
-            self._under_way[turn.over] = (key, host, in_background)
+    def take(self, key: str, process: str, *, in_background: bool = False) -> Turn:
+        """Queue a save to the place `key`. Several processes of a test live in one program, and each has a queue."""
+        with self._lock:  # no other save may be queued between the look at the queue and the new place in it
+            turn = Turn(self, key, self.under_way(key, process))
+            self._under_way[turn.over] = (key, process, in_background)
         return turn
 
-    def under_way(self, key: str, host: str) -> list[threading.Event]:
-        """Return the saves to a place that are not over, to `wait` for."""
-        return [over for over, place in self._under_way.copy().items() if place[:2] == (key, host)]
+    def under_way(self, key: str, process: str) -> list[threading.Event]:
+        """Return the saves of a process to a place that are not over, to `wait` for."""
+        # A copy in one step, because turns end in other threads and without the lock.
+        return [over for over, place in self._under_way.copy().items() if place[:2] == (key, process)]
 
     def are_awaited(self, key: str) -> bool:
         """Tell whether a save to a place is under way."""
@@ -49,8 +51,8 @@ class _Turns:
     def wait(self, saves: Iterable[threading.Event]) -> None:
         """Wait until these saves are over."""
         for over in saves:
-            while over in self._under_way:
-                interrupts.wait(over.wait, _LOOK_AGAIN)
+            while over in self._under_way:  # not only until the event: a collected turn leaves it unset
+                interrupts.wait_until(over.wait, _LOOK_AGAIN)
 
     @property
     def has_background(self) -> bool:
@@ -67,7 +69,7 @@ class _Turns:
 
     @contextmanager
     def held_back(self, keys: Collection[str]) -> Iterator[None]:
-        """Let saves to these places commit after the block, for a reader that they have overtaken again and again."""
+        """Let saves to these places commit only after the block, for a reader that they have overtaken repeatedly."""
         event = threading.Event()
         with self._lock:
             self._readers[event] = keys
@@ -77,36 +79,43 @@ class _Turns:
         finally:
             _inside.reset(token)
             with self._lock:
-                self._readers.pop(event, None)
+                self._readers.pop(event, None)  # not there in a child that was forked in the block
             event.set()
 
 
 class Turn:
-    """A place in the queue of saves to one path. It ends when it is collected, if its save was stopped before it could
-    `end` it, as by the handler of a timer that raises."""
+    """A place in the queue of saves to one path.
+
+    It also ends when it is collected, because a save may be stopped before it calls `end`: the handler of a timer may
+    raise at any instruction. Otherwise all later saves to the path would wait for it.
+    """
 
     def __init__(self, queue: _Turns, key: str, before: Sequence[threading.Event]) -> None:
         self.over, self.before = threading.Event(), before
         self._queue, self._key, self._inside = queue, key, _inside.get()
-        # It takes no lock: a finalizer may run in the middle of anything.
+        # `pop` needs no lock. A finalizer may run at any instruction, also while this thread holds the lock.
         self._forget = weakref.finalize(self, queue._under_way.pop, self.over, None)
-        self._forget.atexit = False
+        self._forget.atexit = False  # at exit no save waits
 
     def wait(self) -> None:
-        """Wait for the saves before this one, and for readers that hold it back: for these a while only, since they may
-        wait for it themselves. Readers inside which the save was called are not waited for."""
+        """Wait for the saves before this one, then for the readers that hold it back.
+
+        Wait for a reader for a minute at most, since it may wait for this save itself. A reader inside which the save
+        was called is not waited for: it cannot end before the save.
+        """
         if self.before:
             self._queue.wait(self.before)
         with self._queue._lock:
             readers = [event for event, keys in self._queue._readers.items() if self._key in keys]
         for reader in readers:
             if reader not in self._inside:
-                interrupts.wait(reader.wait, _PATIENCE)
+                interrupts.wait_until(reader.wait, _PATIENCE)
 
     def end(self) -> None:
-        self._forget()
+        self._forget()  # first: a save that the event wakes must find the turn gone
         self.over.set()
 
 
 turns = _Turns()
-os.register_at_fork(after_in_child=turns.reset)  # the threads that would end these turns are in the parent
+# A child forgets all turns: the threads that would end them are in the parent.
+os.register_at_fork(after_in_child=turns.reset)

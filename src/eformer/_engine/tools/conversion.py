@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from eformer._engine.record.planned import LazyArray
     from eformer._engine.tools.view import View
 
-TargetFormat = Literal["safetensors", "tensorstore", "msgpack", "npz", "peft", "orbax"]
+TargetFormat = Literal["safetensors", "zarr", "tensorstore", "msgpack", "npz", "peft", "orbax"]
 
 _MOST_SHOWN = 60
 

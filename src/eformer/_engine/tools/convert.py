@@ -24,7 +24,7 @@ from eformer._engine.record.options import SaveOptions
 from eformer._engine.record.rename import rules_from
 from eformer._engine.record.text import count, few, size
 from eformer._engine.saving.commit import new_tree
-from eformer._engine.saving.save import Save, carry_out
+from eformer._engine.saving.save import ALIASES, Save, complete
 from eformer._engine.saving.staging import Staging
 from eformer._engine.stores.base import publish
 from eformer._engine.stores.durable import make_directories, replacing
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 _DEFAULT_MEMORY = 2 * 10**9  # bytes, beside the memory that the program already takes
 _RESERVE = 64 * 2**20  # bytes: threads, buffers of the system's libraries, Python's allocator
 _LEAST = 64 * 2**20
-_PER_LEAF = {"tensorstore": 3500}  # bytes, for a leaf's plan and record; measured with 100,000 leaves
+_PER_LEAF = {"zarr": 3500}  # bytes, for a leaf's plan and record; measured with 100,000 leaves
 _PER_LEAF_ELSE = 1500
 _DECODING = 3.3  # times a chunk: as stored, decoded, and copied to its place, with some margin
 _SMALL = 2**16
@@ -85,7 +85,8 @@ def convert(
     digests, every byte that is read is checked. An error leaves the source untouched and the destination empty. On
     their way to a bucket, npz, msgpack, adapters and Orbax go through a temporary file.
 
-    to               the target format; by default the format that the suffix of the destination names
+    to               the target format: "safetensors", "zarr", "msgpack", "npz", "peft" or "orbax"; may be left out if
+                     the suffix of the destination names it
     prefix           convert this tree alone, and store it without a prefix; None converts all trees
     rename           rules: a file, their text, a dict {pattern: "new name | step"}, pairs or lines; see
                      `docs/guides/renaming.md`
@@ -142,18 +143,20 @@ def convert(
 
 
 def _target_format(name: str, to: TargetFormat | None) -> TargetFormat:
-    known = get_args(TargetFormat)
+    known = [word for word in get_args(TargetFormat) if word not in ALIASES]
+    listed = f"{', '.join(known[:-1])} or {known[-1]}"
     by_suffix: dict[str, TargetFormat] = {SUFFIX: "safetensors", ".npz": "npz", ".msgpack": "msgpack"}
     named = by_suffix.get(PurePath(name).suffix)
-    if to is None and named is None:
-        raise ValueError(f"no format given, and {name!r} does not name one; to= is one of {known}")
-    if to is not None and to not in known:
-        raise ValueError(f"unknown format {to!r}; to= is one of {known}")
-    if to and named and to != named:
+    if to is None:
+        if named is None:
+            raise ValueError(f"no format given, and {name!r} does not name one; to= is one of {listed}")
+        return named
+    target = ALIASES.get(to, to)
+    if target not in known:
+        raise ValueError(f"unknown format {to!r}; expected {listed}")
+    if named and target != named:
         raise ValueError(f"{name!r} has the suffix of {named}, but to= is {to!r}; choose another name")
-    target = to or named
-    assert target
-    if target != named:
+    if not named:
         refuse_other_suffix(name, target)
     return target
 
@@ -254,7 +257,7 @@ def _write(
     options = SaveOptions(staging_bytes=budget)
     if max_shard_bytes is not None:
         options = replace(options, max_shard_bytes=max_shard_bytes)
-    with place.creating(in_files=target not in ("safetensors", "tensorstore")) as (store, name):
+    with place.creating(in_files=target not in ("safetensors", "zarr")) as (store, name):
         for prefix, tree in trees.items():
             tree.sources = _with_small_leaves_read(tree, budget // 4)
             if target in ("npz", "msgpack"):
@@ -265,7 +268,7 @@ def _write(
             elif target == "peft":
                 _write_adapter(store.at(name), tree, options, meter)
             else:
-                carry_out(_save(store, name, prefix, target, tree, options), meter=meter)
+                complete(_save(store, name, prefix, target, tree, options), meter=meter)
         if target == "orbax":
             write_checkpoint_metadata(_file(store, name), list(trees))
 
@@ -308,7 +311,7 @@ def _write_stream(
 
 
 def _write_adapter(store: Store, tree: ConvertedTree, options: SaveOptions, meter: Meter) -> None:
-    carry_out(_save(store, WEIGHTS, "", "safetensors", tree, options), meter=meter)
+    complete(_save(store, WEIGHTS, "", "safetensors", tree, options), meter=meter)
     with replacing(_file(store, CONFIG)) as file:
         file.write(msgspec.json.format(msgspec.json.encode(tree.adapter_config), indent=2))
 

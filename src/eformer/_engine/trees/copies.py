@@ -1,7 +1,7 @@
 """Copy arrays on their devices by few programs, so that the caller waits neither for the copies nor for their start.
 
-To start a program takes a few microseconds for each array, and a copy by `device_put` ten times as long. Programs are
-small, since one takes about a millisecond to compile for each of its arrays: large trees use the same one many times.
+Starting a program takes a few microseconds for each array, and a copy by `device_put` ten times as long. Programs are
+small, since compiling takes about a millisecond for each array: large trees use the same program many times.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger("eformer")
 
 _TOGETHER = 64  # arrays in one program
-_WORTH_WAITING = 16  # batches for one program, from which on it is compiled at once
+_WORTH_WAITING = 16  # batches for one program: from here on the first save compiles it and waits
 _THREADS = 4  # programs are started without the interpreter lock
-_MAX_PROGRAMS = 256
+_MAX_PROGRAMS = 256  # a program that changes its shapes again and again must not fill the memory
 
-_programs: dict[Any, Any] = {}  # None for one that is not compiled yet
+_programs: dict[Any, Any] = {}  # None for a program that is not compiled yet
 
 
 class Kinds:
-    """The arrays of a tree, each on one device, by what they have in common: sharding, shape and dtype."""
+    """The arrays of a tree, each on one device, grouped by sharding, shape and dtype."""
 
     def __init__(self, arrays: Sequence[Any]) -> None:
         self.arrays = arrays
         self.numbers: dict[Any, list[int]] = defaultdict(list)  # of the arrays of each kind
-        shardings: dict[int, Any] = {}  # by identity, which takes a tenth of the time of comparing them
+        shardings: dict[int, Any] = {}  # by identity: to hash and compare shardings takes ten times as long
         alike: dict[Any, list[int]] = defaultdict(list)
         for number, array in enumerate(arrays):
             sharding = array.sharding
@@ -44,7 +44,7 @@ class Kinds:
             self.numbers[shardings[place], shape, dtype] += numbers
 
     def nbytes(self) -> dict[Any, int]:
-        """Return how many bytes of the arrays are on each device."""
+        """Return the bytes of the arrays on each device."""
         found: dict[Any, int] = defaultdict(int)
         for (sharding, shape, dtype), numbers in self.numbers.items():
             (device,) = sharding.device_set
@@ -55,31 +55,34 @@ class Kinds:
 def copied(kinds: Kinds) -> list[Any]:
     """Begin to copy arrays on their devices; return the copies, in the order of the arrays.
 
-    A program takes longer to compile than a few arrays to copy, so the first call mostly does without; see
-    `compile_copies`.
+    A program takes longer to compile than a few arrays to copy. So the first call mostly copies array by array, and
+    notes the programs for `compile_copies`.
     """
     arrays, copies = kinds.arrays, [None] * len(kinds.arrays)
     batches = list(_batches(kinds))
     for key, count in Counter(key for key, _ in batches if key).items():
+        # Notes each program that is missing, for `compile_copies`.
         if _programs.setdefault(key, None) is None and count >= _WORTH_WAITING:
             _compile(key)
 
     def copy(key: Any, numbers: Sequence[int]) -> None:
         found = _copied(key, [arrays[number] for number in numbers])
         for number, array in zip(numbers, found, strict=True):
-            copies[number] = array
+            copies[number] = array  # no lock: each task has numbers of its own
 
     run_all([partial(copy, key, numbers) for key, numbers in batches], _THREADS)
     return copies
 
 
 def _batches(kinds: Kinds) -> Iterator[tuple[Any, list[int]]]:
-    """Yield what is copied at once: the key of the program, None if there can be none, and the numbers of the arrays.
+    """Yield batches: the key of the program that copies one, None if no program can, and the numbers of its arrays.
 
-    Batches are of one kind while these are full; then come the rest of all kinds on a device.
+    Full batches have arrays of one kind, so that one program serves many. The last batches of a device mix the rest of
+    all kinds.
     """
     rest: dict[Any, list[tuple[int, Any]]] = defaultdict(list)
     for (sharding, shape, dtype), numbers in kinds.numbers.items():
+        # Programs return arrays in the default memory of a device. Packed arrays are left to `device_put` as well.
         if dtype in PACKED or sharding.memory_kind not in (None, _default_memory(sharding)):
             yield None, numbers
             continue
@@ -98,12 +101,13 @@ def _default_memory(sharding: Any) -> str:
 
 
 def _copied(key: Any, arrays: list[Any]) -> Sequence[Any]:
-    """Copy by the program of this key, if it is compiled; otherwise one by one."""
+    """Copy by the program of this key if it is compiled, otherwise array by array."""
     program = key and _programs.get(key)
     try:
         if program:
             return program(arrays)  # type: ignore[no-any-return]
-    except (TypeError, ValueError) as error:  # compiled for another memory layout
+    # A program is compiled for the default layout of a shape, and an array may have another one.
+    except (TypeError, ValueError) as error:
         logger.debug("%d arrays do not fit the program that copies their shapes: %s", len(arrays), error)
     return _copied_singly(arrays)
 
@@ -115,11 +119,12 @@ def _copied_singly(arrays: list[Any]) -> Sequence[Any]:
 
 
 def compile_copies() -> None:
-    """Compile the programs that `copied` did without. Takes a fraction of a second; call it in the background."""
+    """Compile the programs that `copied` could have used. Takes a fraction of a second; call it in the background."""
+    # A list, because a save in another thread may add programs.
     for key in [key for key, program in list(_programs.items()) if program is None]:
         _compile(key)
     while len(_programs) > _MAX_PROGRAMS:
-        _programs.pop(next(iter(_programs)), None)
+        _programs.pop(next(iter(_programs)), None)  # the oldest; another thread may have removed it
 
 
 def _compile(key: Any) -> None:
@@ -127,12 +132,13 @@ def _compile(key: Any) -> None:
 
     sharding, kinds = key
     described: Any = jax.ShapeDtypeStruct  # it has no type annotations
+    # Shapes suffice. To compile from arrays would keep them alive, and the caller may donate them.
     shapes = [described(shape, dtype, sharding=sharding) for shape, dtype in kinds]
     try:
         copy_all = jax.jit(lambda arrays: [array.copy() for array in arrays])
-        # The thread that compiles may have a mesh of other devices, or no 64 bits, which the arrays have.
+        # The thread that compiles may have a mesh of other devices, or 64 bits turned off, where int64 becomes int32.
         with jax.set_mesh(None), jax.enable_x64(True):
             _programs[key] = copy_all.lower(shapes).compile()
-    except Exception as error:  # noqa: BLE001  a compiler may raise anything; single copies do as well
+    except Exception as error:  # noqa: BLE001  a compiler may raise anything; single copies are as good
         logger.debug("%d arrays cannot be copied by one program: %s", len(kinds), error)
-        _programs[key] = _copied_singly
+        _programs[key] = _copied_singly  # so that no later save tries again

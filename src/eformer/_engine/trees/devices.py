@@ -19,14 +19,14 @@ logger = logging.getLogger("eformer")
 
 T = TypeVar("T")
 
-# XLA packs these into less than a byte, so numpy cannot view them.
+# XLA packs elements of these dtypes into less than a byte, so numpy cannot view them.
 PACKED = {
     dtype for name, dtype in DTYPES.items() if name in ("int2", "int4", "uint2", "uint4", "float4_e2m1fn")
 }
 
 
 def is_host_memory(array: Any) -> bool:
-    """Tell whether numpy can view the memory of an array that is on one device."""
+    """Tell whether numpy can view the memory of an array on one device."""
     (device,) = array.devices()
     return device.platform == "cpu" and array.dtype not in PACKED
 
@@ -34,7 +34,7 @@ def is_host_memory(array: Any) -> bool:
 def view_of(array: Any) -> np.ndarray[Any, Any]:
     """Return the memory of an array on a CPU device as a numpy array.
 
-    `np.asarray` first asks for a buffer, which arrays of dtypes that numpy itself does not know have not. To learn that
+    `np.asarray` first asks for a buffer. Arrays of dtypes that are not numpy's own have none, and finding that out
     takes longer than the view.
     """
     return np.asarray(array) if array.dtype.isbuiltin == 1 else array.__array__()
@@ -43,13 +43,14 @@ def view_of(array: Any) -> np.ndarray[Any, Any]:
 def on_host(array: Any) -> np.ndarray[Any, Any]:
     """Return the elements in host memory: a view if they are on one CPU device, else a copy.
 
-    numpy's own conversion would cache its copy on the array, in host memory for as long as the array lives.
+    The conversion by numpy would cache its copy on the array, and hold that host memory as long as the array lives.
     """
+    # numpy itself refuses an array that lies partly in other processes, and says so.
     if not array.is_fully_addressable or (len(array.devices()) == 1 and is_host_memory(array)):
         return np.asarray(array)
     whole = np.empty(array.shape, array.dtype)
     for shard in array.addressable_shards:
-        if shard.replica_id == 0:
+        if shard.replica_id == 0:  # one of several equal copies
             part = shard.data if is_host_memory(shard.data) else _host_copy(shard.data)
             whole[shard.index] = np.asarray(part)
     return whole
@@ -62,30 +63,36 @@ def _host_copy(array: Any) -> Any:
         (cpu, *_) = jax.local_devices(backend="cpu")
     except RuntimeError:  # JAX was started without a CPU backend
         return array
-    # device_put does not copy an array that is already on the device.
+    # `device_put` does not copy an array that is already on the device.
     return array.copy() if cpu in array.devices() else jax.device_put(array, cpu)
 
 
 def staged(array: Any) -> np.ndarray[Any, Any]:
-    """Copy an array to page-locked host memory, which accelerators fill at full speed. The copy lives as long as the
-    result."""
+    """Copy an array to page-locked host memory, which accelerators fill at full speed.
+
+    Into other memory a driver copies through a small locked buffer, at a fraction of the speed. The copy lives as long
+    as the result.
+    """
     import jax
 
     if array.sharding.memory_kind != "pinned_host":
         pinned = array.sharding.with_memory_kind("pinned_host")
+        # Never an alias: the memory must stay as it is when the caller donates the array.
         array = jax.device_put(array, pinned, may_alias=False)
-    return np.asarray(array)
+    return np.asarray(array)  # a view, which keeps the memory
 
 
 @lru_cache(64)
 def takes_host_memory(device: Any) -> bool:
     """Tell whether `device_put` of aligned host memory uses that memory itself instead of a copy.
 
-    The memory must then not be written to again. This holds for CPUs; it is found by trying, as JAX may change it.
+    Such memory must not be written to again. JAX does this on CPUs today and documents it nowhere, so one small array
+    is tried.
     """
     import jax  # late, as above
 
     memory = np.zeros(256, np.uint8)
+    # Aligned to 64 bytes, as XLA needs it.
     aligned = memory[-memory.__array_interface__["data"][0] % 64 :][:64]
     aligned.flags.writeable = False
     array = jax.device_put(aligned, device).block_until_ready()
@@ -93,9 +100,11 @@ def takes_host_memory(device: Any) -> bool:
 
 
 def arrived(arrays: T) -> T:
-    """Wait until arrays that were put on devices are there, and return them. Call this in the thread that then runs a
-    program on them: XLA may run it before all bytes of a transfer have arrived. Those on CPUs are there when they are
-    made, and are not waited for if this process has no other devices."""
+    """Wait until arrays that were put on devices have arrived, and return them.
+
+    Call this in the thread that then runs a program on them: XLA may start the program before all bytes of a transfer
+    have arrived. Arrays on CPUs are complete when they are made; a process without other devices does not wait.
+    """
     import jax  # late, as above
     from jax.extend import backend
 
@@ -108,7 +117,8 @@ def arrived(arrays: T) -> T:
 def page_locked(memory: np.ndarray[Any, Any], device: Any) -> Iterator[None]:
     """Page-lock host memory during the block, so that an accelerator copies from it several times as fast.
 
-    If the device does not support it, do nothing. Memory that was touched before is locked in a tenth of the time.
+    On a device that does not support it, do nothing. Write to the memory before: pages that exist are locked in a
+    tenth of the time.
     """
     address = memory.__array_interface__["data"][0]
     try:
@@ -120,11 +130,12 @@ def page_locked(memory: np.ndarray[Any, Any], device: Any) -> Iterator[None]:
     try:
         yield
     finally:
+        # Before the memory is freed: an address that is still registered cannot be locked for the next load.
         device.client.dma_unmap(address)
 
 
 def bits_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype as which elements travel between devices: floats as unsigned integers of the same size.
+    """Return the dtype under which elements travel between devices: unsigned integers in the place of floats.
 
     XLA may compute with floats on the way, which changes the bits of a nan.
     """
@@ -135,22 +146,22 @@ def bits_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def resharded(array: Any, sharding: Any, dtype: np.dtype[Any] | None = None) -> Any:
     """Move an array to another sharding, by a collective of all processes that hold it.
 
-    If the array holds the `bits_of` another `dtype`, the result is of that dtype.
+    The array may hold the `bits_of` the dtype that is given: the result then has that dtype.
     """
     import jax  # late, as above
 
     dtype = dtype or array.dtype
     with jax.set_mesh(None):  # the mesh of the caller may have other axes or devices
         array = _as(bits_of(dtype), array.sharding)(array)
-        # One at a time: CPUs that begin several collectives in different orders deadlock.
+        # Wait for each: CPUs that begin several collectives in different orders deadlock.
         array = _as(bits_of(dtype), sharding)(array).block_until_ready()
-        return _as(dtype, sharding)(
-            array
-        )  # not in one program with the line before: then floats would travel
+        # Not in one program with the line before: the compiler could convert first, and floats would travel.
+        return _as(dtype, sharding)(array)
 
 
 @lru_cache(1024)
 def _as(dtype: np.dtype[Any], sharding: Any) -> Any:
+    # Cached, since `jit` compiles anew for each new function.
     import jax  # late, as above
 
     def convert(array: Any) -> Any:
@@ -169,26 +180,28 @@ def is_key(leaf: Any) -> bool:
 
 # ---------------------------------------------------------------------------------------- small arrays
 
-# JAX takes 2 microseconds for a view of an array whose dtype the buffer protocol has, and 8 for one of bfloat16, say:
-# that goes through an array object for each shard. Its address is known in half the time.
+# For an array of a dtype that the buffer protocol knows, JAX takes 2 microseconds for a view. For bfloat16, say, it
+# takes 8, through an array object for each shard. The address of the memory takes half of that.
 
-_MOST_AXES = 8  # of arrays that are tried out
+_MOST_AXES = 8  # of an array whose copy by address is tried: the trial has 2 elements along each axis
 
-# The memory of this process, by address. A slice of it is a copy.
+# The memory of this process, indexed by address. A slice of it is a copy.
 _memory: Any = (ctypes.c_char * 2**62).from_address(0)
 
 
 @lru_cache(1024)
 def copier(dtype: np.dtype[Any], ndim: int, device: Any) -> Callable[[Any, int], bytes]:
-    """Return the quickest function that copies arrays on a CPU in C order, given an array and its bytes, at least one.
+    """Return the fastest function that copies arrays on a CPU in C order, given an array and its size in bytes.
 
-    It waits until an array is computed, and raises a RuntimeError if it was deleted or donated.
+    The size is at least 1. The function waits until an array is computed, and raises a RuntimeError if it was deleted
+    or donated.
     """
     if dtype.isbuiltin == 1:
         return _by_buffer
     if ndim > _MOST_AXES:
         return _by_view
     layout = _default_layout(dtype, ndim, device)
+    # With one axis or none, every layout is in C order, and need not be compared.
     return _by_view if layout is None else _by_address(layout, has_order=ndim > 1)
 
 
@@ -202,11 +215,12 @@ def _by_view(array: Any, _: int) -> bytes:
 
 def _by_address(layout: Any, *, has_order: bool = True) -> Callable[[Any, int], bytes]:
     def copy(array: Any, nbytes: int) -> bytes:
-        array.block_until_ready()
+        array.block_until_ready()  # the address is known before the elements are computed
         start = array.unsafe_buffer_pointer()
         data: bytes = _memory[start : start + nbytes]
-        # An address does not keep the memory: only now is it known that nobody has donated the array meanwhile, as
-        # another thread could. It counts as deleted before anything is written to its memory.
+        # An address does not keep the memory: another thread may have donated the array before or during the copy. JAX
+        # marks a donated array as deleted before it writes to its memory, so an array that is not deleted now had its
+        # own elements during the whole copy.
         if array.is_deleted() or (has_order and array._pjrt_layout != layout):
             return _by_view(array, nbytes)
         return data
@@ -215,9 +229,13 @@ def _by_address(layout: Any, *, has_order: bool = True) -> Callable[[Any, int], 
 
 
 def _default_layout(dtype: np.dtype[Any], ndim: int, device: Any) -> Any:
-    """Return JAX's name for elements in C order, if a copy by address is found to have them so; None otherwise."""
+    """Return the layout that JAX gives to arrays in C order if a trial copy by address is right; None otherwise.
+
+    The address and the layout are not documented by JAX: a version that changes them must cost time, never bytes.
+    """
     import jax  # late: numpy trees are read and written without it
 
+    # Two elements along each axis, all of them different, show any order of the axes.
     sample = np.arange(2**ndim).astype(dtype).reshape((2,) * ndim)
     try:
         array: Any = jax.device_put(sample, device)

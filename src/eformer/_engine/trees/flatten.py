@@ -52,7 +52,7 @@ def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
 
 
 def transient_in(tree: Any) -> tuple[str, ...]:
-    """Name the parts of a tree that modules make and start anew by themselves: metrics of Keras."""
+    """Name the parts of a tree that modules make and reset by themselves: metrics of Keras."""
     parts = [transient_of(module) for module in _walk(tree, ())[2]]
     if not any(parts):
         return ()
@@ -74,8 +74,8 @@ def _walk(tree: Any, states: Sequence[Any]) -> tuple[dict[str, Any], Any, list[A
         holder, slot, node, name, depth = todo.pop()
         kind = type(node)
         if kind not in describers:
-            describers[kind] = _describer(kind)
-            if is_module(node):
+            describers[kind] = _BUILTIN.get(kind) or _describer(kind)
+            if kind not in _BUILTIN and is_module(node):
                 module_kinds.add(kind)
             elif describers[kind] is None:
                 leaf_kinds.add(kind)
@@ -113,7 +113,7 @@ _Todo = tuple[Any, Any, Any, str, int]
 
 
 class _Described(Struct, gc=False):
-    """A node's JSON, with empty `slots` for that of its children; their keys, and the children in JAX's order."""
+    """The JSON of a node, with empty `slots` for its children; the keys and the children, in the order of JAX."""
 
     document: Any
     slots: Sequence[tuple[Any, Any]] = ()
@@ -129,10 +129,10 @@ class _Described(Struct, gc=False):
 
 
 def _describer(kind: type) -> _Describe | None:
-    """Return the function that describes nodes of this type, or None for leaves."""
+    """Return the function that describes nodes of a type that is not builtin, or None for leaves."""
     if not is_node(kind):
         return None
-    return _BUILTIN.get(kind) or (_namedtuple if is_namedtuple(kind) else _custom)
+    return _namedtuple if is_namedtuple(kind) else _custom
 
 
 def _dict(node: dict[Any, Any]) -> _Described:
@@ -151,7 +151,7 @@ def _keys_of(node: dict[Any, Any]) -> list[Any]:
 
 def _sorted_pairs(tag: str, node: dict[Any, Any]) -> _Described:
     try:
-        # JAX's own order: of keys that are not totally ordered (nan, sets), Python's sort gives another.
+        # The order of JAX: for keys that are not totally ordered (nan, sets), Python would sort differently.
         keys = _keys_of(dict.fromkeys(node, 0))
     except (TypeError, ValueError) as error:
         raise StructureError(f"JAX cannot sort the keys of the dict: {reprlib.repr(list(node))}") from error
@@ -207,9 +207,9 @@ def _custom(node: Any) -> _Described:
 
 
 def _static_fields(node: Any, level: Level) -> dict[str, Any] | None:
-    """Return the fields, as JSON, that suffice to rebuild a dataclass node from its children; None if none do.
+    """Return the fields, as JSON, that suffice to rebuild a dataclass node from its children; None if none suffice.
 
-    Fields that cannot be recorded are left out if JAX does not keep them either.
+    Leave out fields that cannot be recorded if JAX does not keep them either.
     """
     if not dataclasses.is_dataclass(node):
         return None

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class Keras:
     """Stores the variables of a model, its optimizer and its metrics, in the groups of `model.get_state_tree()`.
 
-    Keras numbers what has no name through the whole program: the first model is `sequential`, with `dense` and
-    `dense_1`, the next one is `sequential_1`, with `dense_2` and `dense_3`. Here each model is numbered from the start,
-    so that a checkpoint of the one fits the other.
+    Keras numbers layers without a name through the whole program: the first model is `sequential`, with `dense` and
+    `dense_1`, the next is `sequential_1`, with `dense_2` and `dense_3`. Here the numbers begin anew in each model, so
+    that a checkpoint of one model fits its twin.
     """
 
     def is_imported(self) -> bool:
@@ -44,7 +44,7 @@ class Keras:
         return modules
 
     def transient(self, model: Any) -> Sequence[str]:
-        """Name the metrics: the first batch of training makes them, and each epoch starts them at zero."""
+        """Name the metrics: Keras makes them at the first batch of training, and resets them at each epoch."""
         return ("metrics_variables",)
 
 
@@ -80,7 +80,7 @@ def _variables(model: Any) -> dict[_Path, Any]:
 
 
 def _numbered_from_the_start(paths: Iterable[_Path], automatic: set[str]) -> dict[_Path, _Path]:
-    """Number the parts that begin with an automatic name, among parts of one parent, in their order: 0 is left out."""
+    """Number the parts with an automatic name anew below each parent, in their order; the number 0 is left out."""
     numbers: dict[tuple[_Path, str], set[int]] = defaultdict(set)
     split: dict[str, tuple[str, int]] = {}
     for path in paths:
@@ -105,14 +105,14 @@ def _split(part: str) -> tuple[str, int]:
 
 
 def _automatic_name(thing: Any) -> str:
-    """Return the name that Keras gives to things of this class, before it numbers them."""
+    """Return the name that Keras gives to objects of this class, before the number."""
     name = re.sub(r"\W+", "", type(thing).__name__)
     name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
     return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
 
 
 def _slot(name: str, weights: dict[str, str]) -> str:
-    """Rename a variable of an optimizer that is called after a weight, as in sequential_1_dense_2_kernel_momentum."""
+    """Rename a variable of an optimizer that is named after a weight, such as sequential_1_dense_2_kernel_momentum."""
     cuts = [match.start() for match in re.finditer("_", name)]
     weight = next((name[:cut] for cut in reversed(cuts) if name[:cut] in weights), None)
     return name if weight is None else weights[weight] + name[len(weight) :]

@@ -1,6 +1,6 @@
 """Take the state out of modules, such as flax NNX models, and put loaded state back.
 
-A framework whose modules are plain pytrees (flax linen, Equinox, Haiku) needs nothing of this.
+Frameworks whose modules are plain pytrees (flax linen, Equinox, Haiku) need none of this.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_DEPTH = 50  # of modules in the states of other modules
 
 
 class Framework(Protocol):
-    """The modules of one framework. Nothing of the framework is imported unless the caller has imported it."""
+    """The modules of one framework. A framework is used only if the caller has imported it."""
 
     def is_imported(self) -> bool:
         """Tell whether the caller can have modules of this framework at all."""
@@ -34,15 +34,16 @@ class Framework(Protocol):
         ...
 
     def take(self, modules: Sequence[Any]) -> Sequence[Any]:
-        """Return the state of each module as a tree of plain containers. What several modules share is in the first."""
+        """Return the state of each module as a tree of plain containers. The first module has the state that several
+        share."""
         ...
 
     def put(self, modules: Sequence[Any], states: Sequence[Any], *, in_place: bool) -> Sequence[Any]:
-        """Return the modules with these states: the same objects, or new ones that leave the old ones unchanged."""
+        """Return the modules with these states: the same objects, or new objects that leave the old ones unchanged."""
         ...
 
     def transient(self, module: Any) -> Sequence[str]:
-        """Name the parts of the state that the module makes and starts anew by itself, when it is used."""
+        """Name the parts of the state that the module makes and resets by itself when it is used."""
         ...
 
 
@@ -99,7 +100,7 @@ def register_module(
     update: Callable[[Any, Any], None] | None = None,
     build: Callable[[Any, Any], Any] | None = None,
 ) -> None:
-    """Let objects of a class of your own be saved and loaded as part of a tree, or as the whole tree.
+    """Allow objects of your own class in the trees that are saved and loaded, or as the whole tree.
 
     kind      the class
     state     function of an object that returns its state, a tree of arrays
@@ -133,14 +134,14 @@ def states_of(modules: Sequence[Any], depth: int = 0) -> list[Any]:
 
 
 def transient_of(module: Any) -> Sequence[str]:
-    """Name the parts of the state of a module that it makes and starts anew by itself, when it is used."""
+    """Name the parts of the state of a module that it makes and resets by itself when it is used."""
     kind: Any = type(module)
     framework = _framework_of(kind)
     return framework.transient(module) if framework else ()
 
 
 def with_leaves(tree: Any, leaves: Sequence[Any], *, in_place: bool) -> Any:
-    """Return a tree with other leaves. `in_place` changes the modules in it themselves where their class allows it."""
+    """Return a tree with other leaves. `in_place` updates the modules in it where their class allows that."""
     nodes, treedef, modules = _modules_in(tree)
     if not modules:
         return treedef.unflatten(leaves)
@@ -169,14 +170,14 @@ def _with_states(modules: Sequence[Any], leaves: Sequence[Any], in_place: bool) 
 
 
 def _taken(modules: Sequence[Any]) -> list[Any]:
-    """Return the state of each module as its framework has it; modules may be part of it."""
+    """Return the state of each module as its framework gives it, which may contain modules."""
     return _by_framework(
         modules, lambda framework, positions: framework.take([modules[n] for n in positions])
     )
 
 
 def _modules_in(tree: Any) -> tuple[list[Any], Any, list[Any]]:
-    """Return the leaves of a tree in which modules count as leaves, its structure, and the modules."""
+    """Return the leaves of a tree, where modules count as leaves; its structure; and the modules."""
     any_modules = any(framework.is_imported() for framework in _FRAMEWORKS)
     nodes, treedef = jax.tree.flatten(tree, is_leaf=is_module if any_modules else None)
     return nodes, treedef, [node for node in nodes if is_module(node)] if any_modules else []

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class Nnx:
     """Stores the value of every variable under the path to it.
 
-    Variables that are shared are stored once, and are shared again after a load. Metadata of variables, such as names
-    of axes for partitioning, and static attributes are those of the module that is loaded into. Abstract variables, as
-    `nnx.eval_shape` makes them, are placed by the names of axes in their metadata.
+    Shared variables are stored once, and are shared again after a load. Static attributes and metadata of variables,
+    such as names of axes for partitioning, come from the module that is loaded into. The abstract variables of
+    `nnx.eval_shape` are placed by the names of axes in their metadata.
     """
 
     def is_imported(self) -> bool:
@@ -63,7 +63,7 @@ def _nnx() -> Any:
 
 
 def _flat_states(modules: Sequence[Any]) -> list[_Flat]:
-    """Return the variables of each module by path. A variable that several modules share is in the first of them."""
+    """Return the variables of each module by path. The first module has the variables that several share."""
     nnx = _nnx()
     flat: list[_Flat] = [{} for _ in modules]
     graphs = {number: module for number, module in enumerate(modules) if isinstance(module, nnx.Pytree)}
@@ -79,9 +79,9 @@ def _flat_states(modules: Sequence[Any]) -> list[_Flat]:
 
 
 def _values(flats: Sequence[_Flat]) -> Iterable[_Flat]:
-    """Return the values of variables; of abstract ones with the axes that their metadata name.
+    """Return the values of variables. Abstract values get the axes that the metadata of their variables name.
 
-    If any variable has names of axes, one without them is replicated, as flax itself has it.
+    If any variable names axes, a variable without names is replicated, as in flax itself.
     """
     specs = [{path: _axes(leaf) for path, leaf in flat.items()} for flat in flats]
     is_annotated = any(spec for by_path in specs for spec in by_path.values())
@@ -97,7 +97,7 @@ def _axes(leaf: Any) -> PartitionSpec | None:
     if not isinstance(value, jax.ShapeDtypeStruct) or value.sharding is not None or value is leaf:
         return None
     if isinstance(leaf.get_metadata().get("out_sharding"), jax.sharding.Sharding):
-        return None  # which names devices, not only axes
+        return None  # it names devices, not only axes
     spec: PartitionSpec = _nnx().get_partition_spec(leaf).get_raw_value()
     return spec
 

@@ -86,7 +86,7 @@ def nested(flat: Mapping[tuple[Any, ...], Any]) -> Any:
 
 
 def at(tree: Any, path: Sequence[Any]) -> Any:
-    """Return what is in nested dicts at a path."""
+    """Return the value in nested dicts at a path."""
     for key in path:
         tree = tree[key]
     return tree
@@ -96,14 +96,14 @@ def at(tree: Any, path: Sequence[Any]) -> Any:
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, np.ufunc, type, functools._lru_cache_wrapper)
 
-# Leaves without a value: Equinox puts one in the place of each weight that another one is tied to.
+# Leaves without a value: Equinox puts one in the place of a weight that is tied to another weight.
 _PLACEHOLDERS = frozenset({("equinox.nn._shared", "SharedNode")})
 
 
 def is_code(leaf: Any) -> bool:
-    """Tell whether a leaf is a function, a class or a placeholder: nothing of it has to be stored, the code has it.
+    """Tell whether a leaf is a function, a class or a placeholder: the code has it, and no bytes are stored.
 
-    Of other objects that can be called, such as modules and bound methods, nobody knows what they hold.
+    Other callable objects, such as modules and bound methods, may hold arrays.
     """
     if hasattr(leaf, "dtype"):
         return False
@@ -125,7 +125,7 @@ def class_name(kind: type) -> str:
 
 
 def register_node(kind: type) -> type:
-    """Allow checkpoints to rebuild the class `kind` by name, without `like`. The last class of a name wins.
+    """Allow checkpoints to rebuild the class `kind` by name, without `like`. The last class of a name counts.
 
     Example:
 
@@ -145,8 +145,8 @@ def register_node(kind: type) -> type:
 def resolve_class(name: str) -> type:
     """Return the node class called `name`, from one of three places; raise a StructureError for any other class.
 
-    1. `register_node`. 2. The classes that the running program itself has registered with JAX, looked up among the
-    modules already imported. 3. The node classes of `TRUSTED_PACKAGES`, which are imported when needed.
+    1. `register_node`. 2. The classes that the running program itself has registered with JAX, looked up in the
+    modules that are imported. 3. The node classes of `TRUSTED_PACKAGES`, which are imported when needed.
     """
     kind = _registered.get(name) or _known_class(name)
     if kind is None:
@@ -181,7 +181,7 @@ def _look_up(module: Any, qualname: str) -> type | None:
 
 
 def dataclass_level(kind: type, static: Mapping[str, Any], children: Mapping[str, Any]) -> Level:
-    """Take apart an object of these fields, as the class itself does. The object is not used otherwise."""
+    """Take apart an object with these fields, as the class itself does. The object is not used otherwise."""
     names = {field.name for field in dataclasses.fields(kind)}
     if unknown := sorted((static.keys() | children.keys()) - names):
         raise StructureError(f"{class_name(kind)} has no field {', '.join(unknown)}; it has {sorted(names)}")

@@ -19,13 +19,13 @@ _enable_x64: Any = jax.enable_x64  # it has no types
 def program(
     lower: Callable[..., Any], *arguments: Any, device: Any, x64: bool, again: bool = False
 ) -> Future[Any]:
-    """Return the program that `lower(*arguments)` lowers, and begin to compile it if that was not done yet.
+    """Return the program that `lower(*arguments)` lowers, and begin to compile it on the first call.
 
-    The future has the error of a program that cannot be compiled; `again` tries such a one anew.
+    The future has the error of a program that cannot be compiled; with `again`, such a program is tried anew.
     """
     made = _compiling(lower, arguments, device, x64)
     if again and made.done() and made.exception():
-        _compiling.cache_clear()
+        _compiling.cache_clear()  # of all programs: a cache cannot forget a single one
         made = _compiling(lower, arguments, device, x64)
     return made
 
@@ -37,21 +37,21 @@ def _compiling(lower: Callable[..., Any], arguments: tuple[Any, ...], device: An
 
     def run() -> None:
         try:
+            # Both settings are those of a thread, and this one has the defaults.
             with jax.default_device(device), _enable_x64(x64):
                 made.set_result(lower(*arguments).compile())
         except BaseException as error:  # noqa: BLE001  raised by the thread that waits, if one does
             made.set_exception(error)
 
-    # Not a daemon: Python waits for it at the end. XLA aborts a process that ends while it compiles.
+    # Not a daemon, so Python waits for it at exit: XLA aborts a process that ends while it compiles.
     threading.Thread(target=run, name="eformer-compile").start()
     return made
 
 
-os.register_at_fork(
-    after_in_child=_compiling.cache_clear
-)  # a child has no thread that would finish a program
+# A child has no thread that would finish a program, and would wait for it without end.
+os.register_at_fork(after_in_child=_compiling.cache_clear)
 
 
 def place_of(device: Any, *, is_committed: bool) -> Any:
-    """Return the sharding of arrays on a device. Arrays that are not committed have none: JAX may move them."""
+    """Return the sharding of arrays on a device; None for arrays that are not committed, which JAX may move."""
     return jax.sharding.SingleDeviceSharding(device) if is_committed else None

@@ -1,4 +1,4 @@
-"""Shardings of JAX, in the form that a checkpoint records, and as modules name them."""
+"""Shardings of JAX in the form that a checkpoint records, and axes that modules name."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from eformer._engine.record.manifest import RecordedSharding
 
 
 def recorded_sharding(sharding: Sharding) -> RecordedSharding | None:
-    """Return the record of a sharding, or None if it is neither a mesh with a plain partition spec nor has a memory
-    kind of its own."""
+    """Return the record of a sharding.
+
+    Return None without a mesh and a memory kind of its own, and for a partition spec that is not plain.
+    """
     device: Any = next(iter(sharding.addressable_devices), None)
     is_default = device is None or sharding.memory_kind == device.default_memory().kind
     kind = None if is_default else sharding.memory_kind
@@ -20,7 +22,7 @@ def recorded_sharding(sharding: Sharding) -> RecordedSharding | None:
         return RecordedSharding((), {}, kind) if kind else None
     spec = tuple(sharding.spec)
     if not all(axes is None or isinstance(axes, (str, tuple)) for axes in spec):
-        return None  # such as UNCONSTRAINED
+        return None  # such as UNCONSTRAINED, which names no axis
     return RecordedSharding(spec, dict(sharding.mesh.shape), kind)
 
 

@@ -25,7 +25,7 @@ FromState = Callable[[Any, Any], Any]
 
 _registered: dict[type, tuple[ToState, FromState]] = {}
 
-# The path at which from_state_dict is now. A context variable, so that each thread has its own.
+# The path that from_state_dict has reached. A context variable, so that each thread has its own.
 _path: ContextVar[tuple[str, ...]] = ContextVar("path", default=())
 
 
@@ -51,7 +51,7 @@ def is_serializable(target: Any) -> bool:
 
 
 def current_path() -> str:
-    """Return the path at which `from_state_dict` is now, joined by slashes; empty outside of it."""
+    """Return the path that `from_state_dict` has reached, joined by slashes; empty outside of it."""
     return "/".join(_path.get())
 
 
@@ -160,7 +160,7 @@ _BUILTIN: dict[type, Callable[[Any], _Parts]] = {
 def from_state_dict(target: Any, state: Any, name: str = ".") -> Any:
     """Return a copy of `target` that holds the leaves of `state`; list every mismatch in one MismatchError.
 
-    Of the target's leaves only shapes and dtypes matter. For a target of None the state is returned unchanged. `name`
+    Only shapes and dtypes of the target's leaves matter. For a target of None the state is returned unchanged. `name`
     is the root of the paths in error messages.
     """
     problems: list[str] = []
@@ -228,7 +228,7 @@ def _key_problems(wanted: list[str], found: Mapping[Any, Any]) -> Iterator[str]:
 
 
 def _from_legacy_namedtuple(target: Any, state: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Convert the state of a namedtuple from {"name", "fields", "values"}, as old flax files hold it."""
+    """Convert the state of a namedtuple from {"name", "fields", "values"}, the form in old flax files."""
     legacy = state.keys() == {"name", "fields", "values"} and is_namedtuple(type(target))
     if not legacy or set(target._fields) == state.keys():
         return state

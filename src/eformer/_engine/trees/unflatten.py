@@ -59,7 +59,7 @@ def _require_same_names(names: list[str], leaves: Mapping[str, Any]) -> None:
 
 
 def part_of(structure: Any, leaf: str, depth: int) -> Any:
-    """Return the part of a structure that is `depth` levels below its root, on the way to a leaf; None if none is."""
+    """Return the part of a structure `depth` levels below its root, on the way to a leaf; None without such a part."""
     part = structure
     for _ in range(depth):
         children = containers[0].children if (containers := _containers(part)[0]) else []
