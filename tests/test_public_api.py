@@ -65,8 +65,8 @@ CHECKPOINT = {
     "inspect": "(path)",
     "latest": "(path)",
     "load": "(path, *, like=None, into=None, partial=False, root=None, rename=None, resize=None, return_report=False, "
-    "prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, callback=None, batch=None, verify=None, mmap=False, progress=None, broadcast=False, timeout=None, store_options=None, cache=None, key=None, dequant=None, duplicates=None)",
-    "open": "(path, *, prefix=None, cache=None, key=None)",
+    "prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, callback=None, batch=None, verify=None, mmap=False, progress=None, broadcast=False, timeout=None, store_options=None, cache=None, signed_by=None, dequant=None, duplicates=None)",
+    "open": "(path, *, prefix=None, cache=None, signed_by=None)",
     "prune": "(directory, *, keep, pattern=None, foreign=False, check=False, dry_run=False)",
     "register_module": "(kind, *, state, update=None, build=None)",
     "register_node": "(kind)",
@@ -76,10 +76,10 @@ CHECKPOINT = {
     "save_async": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions(), "
     "overwrite=False)",
     "score": "(path, step, metrics)",
-    "sign": "(path, *, key, password=None, progress=None)",
+    "sign": "(path, *, private_key, password=None, progress=None)",
     "steps": "(path)",
     "store_options": "(url, /, **options)",
-    "verify": "(path, *, step=None, key=None, progress=None)",
+    "verify": "(path, *, step=None, signed_by=None, progress=None)",
     "wait": "(timeout=None)",
 }
 SERIALIZATION = {

@@ -84,10 +84,10 @@ class Doors:
         checkpoint.load(path)
 
     def load_signed(self, path: str) -> None:
-        checkpoint.load(path, key=PUBLIC)
+        checkpoint.load(path, signed_by=PUBLIC)
 
     def verify_signed(self, path: str) -> None:
-        checkpoint.verify(path, key=PUBLIC)
+        checkpoint.verify(path, signed_by=PUBLIC)
 
     def load_each(self, path: str) -> None:
         for prefix in checkpoint.inspect(path).trees:

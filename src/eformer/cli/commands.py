@@ -137,11 +137,13 @@ def list_leaves(path: str, name: str | None, prefix: str | None, as_json: bool) 
 @click.argument("paths", type=click.Path(), nargs=-1, required=True, metavar="PATH...")
 @click.option("--step", type=int, metavar="N", help="Check only this step of a run.")
 @click.option(
-    "--key", type=click.Path(exists=True, dir_okay=False), help="A public key: check the signature."
+    "--signed-by", type=click.Path(exists=True, dir_okay=False), help="A public key: check the signature."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: an object, for several paths a list.")
 @options.quiet
-def verify(paths: tuple[str, ...], step: int | None, key: str | None, as_json: bool, quiet: bool) -> None:
+def verify(
+    paths: tuple[str, ...], step: int | None, signed_by: str | None, as_json: bool, quiet: bool
+) -> None:
     """Check every byte of the checkpoints at PATH against their digests. Of a run, all steps are checked.
 
     The exit code is 0 if all is well, 1 if anything is damaged, 2 if there is no checkpoint at a PATH.
@@ -149,12 +151,12 @@ def verify(paths: tuple[str, ...], step: int | None, key: str | None, as_json: b
     Checkpoints of other programs have no digests; only their structure and completeness can be checked. Files beside
     them that are not read and may hold leaves are listed, and also set the exit code to 1.
 
-    With --key, every byte of every file is compared with what `eformer sign` has signed; files that were added or
+    With --signed-by, every byte of every file is compared with what `eformer sign` has signed; files that were added or
     removed since count as damage. The exit code is also 1 if it is not signed, or by another key.
 
     \b
     eformer verify ./checkpoint && rsync -a ./checkpoint backup:
-    eformer verify ./checkpoint --key public.pem
+    eformer verify ./checkpoint --signed-by public.pem
     eformer verify ./run
     eformer verify ./run --step 100
     eformer verify ./checkpoint ./other
@@ -164,7 +166,7 @@ def verify(paths: tuple[str, ...], step: int | None, key: str | None, as_json: b
     checked, codes = [], []
     for path in paths:
         try:
-            report = check(path, step=step, key=key, progress=wants_bar(quiet))
+            report = check(path, step=step, signed_by=signed_by, progress=wants_bar(quiet))
         except (ValueError, OSError) as error:
             if len(paths) == 1:
                 raise
@@ -206,21 +208,21 @@ def sign(path: str, key: str, as_json: bool) -> None:
     """Sign the checkpoint at PATH: who has the public key finds every byte and file that is changed, added or removed.
 
     The signature is written to PATH/eformer.sig, or to PATH.eformer.sig beside a single file. It is checked by `eformer
-    verify --key`, and in Python by `load(..., key=)`. The password of a key is asked for, or taken from
+    verify --signed-by`, and in Python by `load(..., signed_by=)`. The password of a key is asked for, or taken from
     EFORMER_KEY_PASSWORD.
 
     \b
     openssl genpkey -algorithm ed25519 -out private.pem
     openssl pkey -in private.pem -pubout -out public.pem
     eformer sign ./checkpoint --key private.pem
-    eformer verify ./checkpoint --key public.pem
+    eformer verify ./checkpoint --signed-by public.pem
     """
     from eformer._engine.tools.sign import sign as carry_out
 
     def ask() -> str:
         return str(click.prompt(f"password of {printable(key)}", hide_input=True, err=True))
 
-    signature = carry_out(path, key=key, password=ask, progress=wants_bar(as_json))
+    signature = carry_out(path, private_key=key, password=ask, progress=wants_bar(as_json))
     if as_json:
         print_json({"signature": signature})
     else:

@@ -108,7 +108,7 @@ PATH_CALLS = {
     "verify": checkpoint.verify,
     "diff": lambda path: checkpoint.diff(path, path),
     "report": checkpoint.report,
-    "sign": lambda path: checkpoint.sign(path, key="key.pem"),
+    "sign": lambda path: checkpoint.sign(path, private_key="key.pem"),
     "convert from": lambda path: checkpoint.convert(path, "x.npz"),
     "convert to": lambda path: checkpoint.convert("source", path, to="npz"),
     "Run": checkpoint.Run,

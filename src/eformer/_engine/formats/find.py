@@ -72,14 +72,14 @@ _FEW_RESTARTS = 5
 _MOST_RESTARTS = 100  # saves that may replace a checkpoint, one after the other, while it is being read
 
 
-def find(path: str | os.PathLike[str], key: Verifier | None = None) -> Found:
+def find(path: str | os.PathLike[str], signed_by: Verifier | None = None) -> Found:
     """Find the checkpoint at `path`: a directory, its index or manifest, one of its files, a single file, or the common
     beginning of the names of such files. One shard of a model leads to the whole model.
 
-    With a `key`, nothing is read but what its owner has signed.
+    With `signed_by`, a public key, only files that its owner has signed are read.
     """
-    if key is not None:
-        return _find_signed(*locate(path), key)
+    if signed_by is not None:
+        return _find_signed(*locate(path), signed_by)
     place = Place(store_at(path))
     return _in_directory(place) if place.is_there else _find_in(*place.store.parent())
 
@@ -118,14 +118,14 @@ def signer_of(found: Found) -> str | None:
     return None if scope is None else claimed_signer(store, scope)
 
 
-def _find_signed(store: Store, name: str, key: Verifier) -> Found:
+def _find_signed(store: Store, name: str, signed_by: Verifier) -> Found:
     store, name, scope = signed_place(store, name)
-    inside = signed_store(store, scope, key)
+    inside = signed_store(store, scope, signed_by)
     with inside.watched():
         found = _find_in(inside, name)
     if not isinstance(found.store, SignedStore):  # a reader went its own way
         raise SignatureError(f"{found.path} cannot be read as a signed checkpoint")
-    return replace(found, key=key)
+    return replace(found, signed_by=signed_by)
 
 
 def _find_in(store: Store, name: str) -> Found:
@@ -136,21 +136,21 @@ def _find_in(store: Store, name: str) -> Found:
     return files.in_file(store, name) or safetensors.in_file(store, name)
 
 
-def look_at(path: str | os.PathLike[str], use: Callable[[Found], T], key: Verifier | None = None) -> T:
+def look_at(path: str | os.PathLike[str], use: Callable[[Found], T], signed_by: Verifier | None = None) -> T:
     """Call `use` with the checkpoint at `path`, and return its result; start again if a newer save replaces it."""
 
     def attempt(found: Found) -> T:
         with reading(found):
             return use(found)
 
-    return reread(path, attempt, key)
+    return reread(path, attempt, signed_by)
 
 
 def was_replaced(found: Found) -> bool:
     """Tell whether the checkpoint that was found is another one now, with other files, or has been removed: a run has
     another newest step then."""
     try:
-        if find(found.path, found.key).manifest.digest != found.manifest.digest:
+        if find(found.path, found.signed_by).manifest.digest != found.manifest.digest:
             return True
     except NotFoundError:
         return True
@@ -167,17 +167,19 @@ class ReplacedError(Exception):
 
 
 @uninterrupted
-def reread(path: str | os.PathLike[str], use: Callable[[Found], T], key: Verifier | None = None) -> T:
+def reread(path: str | os.PathLike[str], use: Callable[[Found], T], signed_by: Verifier | None = None) -> T:
     """Call `use` with the checkpoint at `path`, and return its result; start again if it raises `ReplacedError`.
 
     A save to this path that this process has under way in the background is waited for. Saves of this process that
     replace the checkpoint faster than it can be read are held back after a few restarts.
     """
-    return reread_all([path], lambda found: use(*found), key)
+    return reread_all([path], lambda found: use(*found), signed_by)
 
 
 def reread_all(
-    paths: Sequence[str | os.PathLike[str]], use: Callable[[Sequence[Found]], T], key: Verifier | None = None
+    paths: Sequence[str | os.PathLike[str]],
+    use: Callable[[Sequence[Found]], T],
+    signed_by: Verifier | None = None,
 ) -> T:
     """Like `reread`, with the checkpoints at several paths: if one of them is replaced, all are found again."""
     if turns.has_background:
@@ -187,7 +189,7 @@ def reread_all(
             if restart == _FEW_RESTARTS:
                 stack.enter_context(turns.held_back(_places(paths)))
             try:
-                return use([find(path, key) for path in paths])
+                return use([find(path, signed_by) for path in paths])
             except ReplacedError:
                 continue
     raise FormatError(

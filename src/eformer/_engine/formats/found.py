@@ -94,7 +94,7 @@ class Found:
                     names are never replaced
     foreign         facts that only the reader of another program's format knows
     check_beside    checks files of eformer that hold no leaves: indexes for other readers, and marks
-    key             the key by which everything that is read was signed; None if that was not asked for
+    signed_by       the public key whose owner has signed every byte that is read; None without `signed_by=`
     """
 
     path: str
@@ -105,7 +105,7 @@ class Found:
     versions: Mapping[str, Version] = field(default_factory=dict)
     foreign: Foreign = Foreign()
     check_beside: Callable[[], list[Damage]] = list
-    key: Verifier | None = None
+    signed_by: Verifier | None = None
 
     def tree(self, prefix: str | None) -> TreeEntry:
         """Return the tree of a prefix; by default the one that was saved without a prefix, or the only one."""

@@ -98,7 +98,7 @@ class LoadArguments(TypedDict, total=False):
     progress: Progress
     broadcast: bool
     cache: Cached
-    key: Key | None
+    signed_by: Key | None
 
 
 class _Arguments(LoadArguments, total=False):
@@ -151,7 +151,7 @@ def load(
     timeout: float | None = None,
     store_options: Mapping[str, Any] | None = None,
     cache: Cached = None,
-    key: Key | None = None,
+    signed_by: Key | None = None,
     dequant: Literal[False] | None = None,
     duplicates: Literal["last"] | None = None,
 ) -> Any:
@@ -211,7 +211,7 @@ def load(
                     of the environment variable EFORMER_CACHE, False for none. Damaged parts of it are fetched again.
                     The least recently used objects are removed when it is larger than EFORMER_CACHE_BYTES, by default
                     100 GB or half of the disk
-    key             a public key, as the path of a PEM file or its content: refuse what its owner has not signed (see
+    signed_by       a public key, as the path of a PEM file or its content: refuse what its owner has not signed (see
                     `sign`), and read nothing that is not checked against the signature first, whatever happens to the
                     files meanwhile. Bytes that the load does not need are not checked; `verify` checks all
     dequant         False loads the leaves of a quantised model of another program as they are stored. None refuses them
@@ -269,14 +269,14 @@ def request_from(
     shardings: Any = None,
     verify: bool | None = None,
     mmap: bool = False,
-    key: Key | None = None,
+    signed_by: Key | None = None,
     **as_they_are: Any,
 ) -> Request:
     """Return the request that arguments of `load` make. Raise ValueError for arguments that exclude each other."""
     if like is not None and into is not None:
         raise ValueError("pass like= or into=, not both")
-    if key is not None and mmap:
-        raise ValueError("mmap=True cannot have a key=: mapped files may change after they were checked")
+    if signed_by is not None and mmap:
+        raise ValueError("mmap=True excludes signed_by=: mapped files may change after they were checked")
     return Request(
         like=like if into is None else into,
         in_place=into is not None,
@@ -287,7 +287,7 @@ def request_from(
         placement=PlacementRequest(mesh=mesh, rules=rules, shardings=shardings),
         verify=not mmap if verify is None else verify,
         mmap=mmap,
-        key=None if key is None else public_key(key),
+        signed_by=None if signed_by is None else public_key(signed_by),
         **as_they_are,
     )
 
@@ -322,7 +322,7 @@ def load_tree(paths: Sequence[Path], request: Request) -> LoadedTree:
             within(request.timeout, limit) if request.timeout is not None else nullcontext(),
             caching(request.cache),
         ):
-            return reread_all(paths, Load(request, like, hosts).load, request.key)
+            return reread_all(paths, Load(request, like, hosts).load, request.signed_by)
     except BaseException as error:
         if hosts:
             hosts.fail(error)

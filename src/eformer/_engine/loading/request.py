@@ -88,7 +88,7 @@ class Request:
     broadcast: bool = False
     timeout: float | None = None
     cache: Cached = None
-    key: PublicKey | None = None
+    signed_by: PublicKey | None = None
     dequant: Literal[False] | None = None
     duplicates: Literal["last"] | None = None
     like_name: str = "like"

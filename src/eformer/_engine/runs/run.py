@@ -175,7 +175,7 @@ class Run:
                   all other arguments of `load`, except `timeout` and `store_options`, which `Run(options=)` has, and
                   `dequant` and `duplicates`, which a step of a run does not need. If the code has changed: `partial`,
                   `rename`, `root`, `resize`, `dtype`, `keys`. Where leaves go: `mesh`, `rules`, `shardings`. With a
-                  `key`, a step that its owner has not signed is refused; not with `near`
+                  `signed_by`, a step that the owner of that key has not signed is refused; not with `near`
         """
         self._check_arguments(step, arguments)
         request = request_from(
@@ -203,8 +203,8 @@ class Run:
     def _check_arguments(self, step: int | str, arguments: LoadArguments) -> None:
         if unknown := sorted(arguments.keys() - LoadArguments.__optional_keys__):
             raise TypeError(f"Run.resume() got an unexpected keyword argument {unknown[0]!r}")
-        if arguments.get("key") is not None and self._near:
-            raise ValueError("resume(key=) and Run(near=): near steps are not signed")
+        if arguments.get("signed_by") is not None and self._near:
+            raise ValueError("resume(signed_by=) and Run(near=): near steps are not signed")
         if isinstance(step, str) and step not in ("newest", "best"):
             raise ValueError(f"resume(step={step!r}): expected a number, 'newest' or 'best'")
         if self._is_fresh and not self._has_begun:

@@ -112,7 +112,7 @@ def verify(
     path: str | os.PathLike[str],
     *,
     step: int | None = None,
-    key: Key | None = None,
+    signed_by: Key | None = None,
     progress: Progress = None,
 ) -> Report:
     """Check every leaf of every tree at `path`, and the headers of the files, against their digests; and that the
@@ -125,9 +125,9 @@ def verify(
     The path of a run checks all of its steps; `step` checks one of them. A step that cannot be read at all is a damage
     then. `Report.steps` has the report of each step.
 
-    `key` is a public key: the path of a PEM file, or its content. Every byte of every file is then compared with what
-    its owner has signed, too; files that were added or removed since are damages. A checkpoint that is not signed, or
-    by another key, raises SignatureError; in a run it is a damage.
+    `signed_by` is a public key: the path of a PEM file, or its content. Every byte of every file is then compared with
+    the signature of its owner, too; files that were added or removed since are damages. A checkpoint that is not
+    signed, or is signed by another key, raises SignatureError; in a run it is a damage.
 
     Example:
 
@@ -140,11 +140,11 @@ def verify(
         ['run/step-100', 'run/step-200', 'run/step-300']
     """
     path = path_of_step(path, step)
-    signed_by = None if key is None else public_key(key)
+    key = None if signed_by is None else public_key(signed_by)
     with caching(False):  # it is the checkpoint that has to be checked
         if step is None and is_run(store_at(path)):
-            return _verify_run(path, signed_by, progress)
-        return _verify_one(path, signed_by, progress)
+            return _verify_run(path, key, progress)
+        return _verify_one(path, key, progress)
 
 
 def _verify_one(path: str | os.PathLike[str], key: PublicKey | None, progress: Progress) -> Report:
