@@ -65,7 +65,8 @@ CHECKPOINT = {
     "inspect": "(path)",
     "latest": "(path)",
     "load": "(path, *, like=None, into=None, partial=False, root=None, rename=None, resize=None, return_report=False, "
-    "prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, callback=None, batch=None, verify=None, mmap=False, progress=None, broadcast=False, timeout=None, store_options=None, cache=None, signed_by=None, dequant=None, duplicates=None)",
+    "prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, callback=None, verify=None, mmap=False, "
+    "progress=None, options=LoadOptions(), signed_by=None, dequant=None, duplicates=None)",
     "open": "(path, *, prefix=None, cache=None, signed_by=None)",
     "prune": "(directory, *, keep, pattern=None, foreign=False, check=False, dry_run=False)",
     "register_module": "(kind, *, state, update=None, build=None)",
@@ -143,7 +144,7 @@ def parameters(signature):
 
 
 def documented(text):
-    namespace = {"SaveOptions": eformer.checkpoint.SaveOptions}
+    namespace = {name: getattr(eformer.checkpoint, name) for name in ("LoadOptions", "SaveOptions")}
     exec(f"from __future__ import annotations\ndef f{text}: ...", namespace)
     return parameters(inspect.signature(namespace["f"]))
 
@@ -219,6 +220,7 @@ def test_the_engine_offers_what_is_documented_and_no_more():
         "Every",
         "HtmlReport",
         "Keep",
+        "LoadOptions",
         "LoadReport",
         "Manifest",
         "Pending",

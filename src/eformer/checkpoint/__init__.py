@@ -5,7 +5,7 @@ wait                     wait for every save_async of this process
 Run                      save the steps of a training run by rule (Every, Keep), and resume it (Resumed, Step)
 steps, latest            list the steps of a run; the path of the newest one
 follow, score            look at a run from another job: wait for its steps, add metrics to them
-load                     load a tree onto any mesh; with return_report a LoadReport, too
+load                     load a tree onto any mesh, with LoadOptions; with return_report a LoadReport, too
 abstract                 give the shapes and dtypes of a saved tree, in its structure
 open, inspect            look at the leaves of a checkpoint without loading it; return a View, a Manifest
 verify                   check every byte against its digest; return a Report
@@ -35,7 +35,7 @@ _NAMES = {
     "loading.load": "load",
     "loading.request": "LoadReport",
     "record.manifest": "Manifest",
-    "record.options": "SaveOptions",
+    "record.options": "LoadOptions SaveOptions",
     "record.policies": "Every Keep",
     "pages.report": "HtmlReport report",
     "runs.follow": "follow score",
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from eformer._engine.pages.report import HtmlReport as HtmlReport
     from eformer._engine.pages.report import report as report
     from eformer._engine.record.manifest import Manifest as Manifest
+    from eformer._engine.record.options import LoadOptions as LoadOptions
     from eformer._engine.record.options import SaveOptions as SaveOptions
     from eformer._engine.record.policies import Every as Every
     from eformer._engine.record.policies import Keep as Keep

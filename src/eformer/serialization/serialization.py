@@ -8,6 +8,7 @@ from eformer._engine.loading.load import load_tree
 from eformer._engine.loading.request import PlacementRequest, Request
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.names import readable as _readable
+from eformer._engine.record.options import LoadOptions
 from eformer._engine.saving.pending import serialize_with
 from eformer._engine.saving.save import carry_out
 from eformer._engine.saving.start import refuse_swapped, start
@@ -99,7 +100,12 @@ def tree_deserialize_leaves(
         finish: Any = manager.wait_until_finished  # untyped
         finish()
     request = request_of(
-        mesh, prefix=prefix, rules=partition_rules, shardings=shardings, callback=callback, batch=chunk_size
+        mesh,
+        prefix=prefix,
+        rules=partition_rules,
+        shardings=shardings,
+        callback=callback,
+        options=LoadOptions(batch=chunk_size),
     )
     return load_tree([checkpoint_dir], request).tree
 

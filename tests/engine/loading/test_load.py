@@ -87,7 +87,10 @@ def test_arrays_are_read_batch_by_batch_and_handed_over_in_order(tmp_path, monke
         return read(found, entry, targets, *more, **options)
 
     monkeypatch.setattr(load_module, "read", recorded)
-    assert_same(load(tmp_path, batch=batch, callback=lambda array, name: events.append(name) or array), tree)
+    assert_same(
+        load(tmp_path, options={"batch": batch}, callback=lambda array, name: events.append(name) or array),
+        tree,
+    )
     names = list(tree)
     size = batch or 5
     expected = []
@@ -98,7 +101,7 @@ def test_arrays_are_read_batch_by_batch_and_handed_over_in_order(tmp_path, monke
 
 def test_a_tree_without_arrays_is_read_once(tmp_path):
     save({"step": 3}, tmp_path)
-    assert load(tmp_path, batch=1) == {"step": 3}
+    assert load(tmp_path, options={"batch": 1}) == {"step": 3}
 
 
 # -------------------------------------------------------------------------------------------- restarts
@@ -212,13 +215,13 @@ def group(monkeypatch):
 
 def test_processes_meet_once_after_the_last_read(tmp_path, group):
     save({"a": np.ones(3), "b": np.ones(3)}, tmp_path)
-    load(tmp_path, batch=1)
+    load(tmp_path, options={"batch": 1})
     assert (group.steps, group.is_over, group.failures) == (["1"], True, [])
 
 
 def test_for_a_broadcast_they_meet_after_every_batch(tmp_path, group):
     save({"a": np.ones(3), "b": np.ones(3)}, tmp_path)
-    load(tmp_path, batch=1, broadcast=True)
+    load(tmp_path, options={"batch": 1, "broadcast": True})
     assert group.steps == ["0", "1"]
 
 

@@ -21,6 +21,7 @@ from eformer._engine.loading.request import PlacementRequest, Request
 from eformer._engine.loading.select import LeafTarget
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.manifest import LeafEntry
+from eformer.checkpoint import LoadOptions
 from eformer.errors import MismatchError
 from support.meshes import meshes
 
@@ -41,7 +42,8 @@ def by_boxes(monkeypatch):
 
 def placed(*targets, broadcast=False, **request):
     contents = Contents({}, {}, b"null")
-    place_targets(targets, contents, Request(placement=PlacementRequest(**request), broadcast=broadcast))
+    options = LoadOptions(broadcast=broadcast)
+    place_targets(targets, contents, Request(placement=PlacementRequest(**request), options=options))
     return targets if len(targets) > 1 else targets[0]
 
 

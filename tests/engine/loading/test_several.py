@@ -262,7 +262,7 @@ def test_the_bytes_of_all_are_counted_and_mapped(paths):
     calls = []
     load(paths, like=BOTH, progress=lambda done, total: calls.append((done, total)))
     assert calls[-1] == (96, 96)
-    assert_same(load(paths, like=BOTH, mmap=True, batch=1), BOTH)
+    assert_same(load(paths, like=BOTH, mmap=True, options={"batch": 1}), BOTH)
 
 
 def test_one_that_is_quantised_is_refused_by_name(paths, tmp_path):

@@ -104,7 +104,7 @@ def test_a_call_can_give_options_and_they_stay_for_its_path(server, url):
     options = credentials() | {"endpoint": server.url}
     save({"w": np.ones(3)}, url, options=SaveOptions(store_options=options))
     assert load(url)["w"].tolist() == [1, 1, 1]
-    assert load(url, store_options=options | {"timeout": 9})["w"].tolist() == [1, 1, 1]
+    assert load(url, options={"store_options": options | {"timeout": 9}})["w"].tolist() == [1, 1, 1]
     assert options_of(url)["timeout"] == 9
     assert options_of(url.removesuffix("/run")) == {}
     with checkpoint.open(url) as view:
@@ -122,7 +122,7 @@ def test_options_for_a_local_path_are_refused(tmp_path):
     with pytest.raises(ValueError, match="store_options are for buckets"):
         save({"w": np.ones(3)}, tmp_path / "x", options=SaveOptions(store_options={"region": "x"}))
     with pytest.raises(ValueError, match="store_options are for buckets"):
-        load(tmp_path / "x", store_options={"region": "x"})
+        load(tmp_path / "x", options={"store_options": {"region": "x"}})
     assert not list(tmp_path.iterdir())
 
 

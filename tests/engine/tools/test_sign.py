@@ -493,7 +493,7 @@ def test_a_bucket_is_signed_and_read_as_a_directory_is(tmp_path):
     buckets.overwrite(url, data, lambda found: flip(found, -1, 1))
     for cache in (False, tmp_path / "cache"):  # which keeps what it has fetched, and is asked again once
         with pytest.raises(AlteredError):
-            load(url, signed_by=PUBLIC, cache=cache)
+            load(url, signed_by=PUBLIC, options={"cache": cache})
     assert not verify(url, signed_by=PUBLIC).ok
     save(tree(1.0), url)
     with pytest.raises(SignatureError, match="is not signed"):

@@ -37,6 +37,7 @@ from eformer._engine.loading.sources import (
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.manifest import UNREADABLE, parse_structure
 from eformer._engine.record.names import BARE_LEAF
+from eformer._engine.record.options import LoadOptions, options_from
 from eformer._engine.record.rename import rules_from
 from eformer._engine.record.text import few
 from eformer._engine.record.values import LeftToCode
@@ -65,7 +66,6 @@ if TYPE_CHECKING:
     from eformer._engine.processes.hosts import Hosts
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.rename import RenameRules
-    from eformer._engine.stores.cache import Cached
     from eformer._engine.stores.keys import Key
     from eformer._engine.tasks.progress import Meter, Progress
 
@@ -75,6 +75,7 @@ T = TypeVar("T")
 Path = str | os.PathLike[str]
 _ONE_PATH = (str, bytes, os.PathLike)
 
+_DEFAULT = LoadOptions()
 _BETWEEN_RESTARTS = 0.2  # seconds, for all processes to find the newer checkpoint
 
 
@@ -92,12 +93,10 @@ class LoadArguments(TypedDict, total=False):
     shardings: Any
     dtype: Any
     callback: Callable[[Any, str], Any] | None
-    batch: int | None
     verify: bool | None
     mmap: bool
     progress: Progress
-    broadcast: bool
-    cache: Cached
+    options: LoadOptions | Mapping[str, Any]
     signed_by: Key | None
 
 
@@ -106,8 +105,6 @@ class _Arguments(LoadArguments, total=False):
 
     dequant: Literal[False] | None
     duplicates: Literal["last"] | None
-    timeout: float | None
-    store_options: Mapping[str, Any] | None
 
 
 @overload
@@ -143,14 +140,10 @@ def load(
     shardings: Any = None,
     dtype: Any = None,
     callback: Callable[[Any, str], Any] | None = None,
-    batch: int | None = None,
     verify: bool | None = None,
     mmap: bool = False,
     progress: Progress = None,
-    broadcast: bool = False,
-    timeout: float | None = None,
-    store_options: Mapping[str, Any] | None = None,
-    cache: Cached = None,
+    options: LoadOptions | Mapping[str, Any] = _DEFAULT,
     signed_by: Key | None = None,
     dequant: Literal[False] | None = None,
     duplicates: Literal["last"] | None = None,
@@ -229,13 +222,12 @@ def load(
         >>> state = checkpoint.load("pretrained", like=state, partial=True)
         >>> model = checkpoint.load(["pretrained", "lora"], like=abstract_model)
     """
-    arguments = dict(locals())  # those of a request, by name: all but these three
-    del arguments["path"], arguments["return_report"], arguments["store_options"]
+    arguments = dict(locals())  # the arguments of a request, by name: all but these two
+    del arguments["path"], arguments["return_report"]
     paths = [path] if isinstance(path, _ONE_PATH) else _list_of(path)
-    if store_options:
-        for each in paths:
-            remember(each, store_options)
     request = request_from(is_list=len(paths) > 1, **arguments)
+    for each in paths:
+        remember(each, request.options.store_options)
     loaded = load_tree(paths, request)
     if return_report:
         return loaded.tree, loaded.report
@@ -269,6 +261,7 @@ def request_from(
     shardings: Any = None,
     verify: bool | None = None,
     mmap: bool = False,
+    options: LoadOptions | Mapping[str, Any] = _DEFAULT,
     signed_by: Key | None = None,
     **as_they_are: Any,
 ) -> Request:
@@ -287,6 +280,7 @@ def request_from(
         placement=PlacementRequest(mesh=mesh, rules=rules, shardings=shardings),
         verify=not mmap if verify is None else verify,
         mmap=mmap,
+        options=options_from(options, LoadOptions),
         signed_by=None if signed_by is None else public_key(signed_by),
         **as_they_are,
     )
@@ -315,12 +309,13 @@ def load_tree(paths: Sequence[Path], request: Request) -> LoadedTree:
     if placement is not request.placement:
         request = replace(request, placement=placement)
     members = processes_of(request.placement, like)
-    hosts = _hosts.current("loads", members, request.timeout) if members else None
-    limit = f"{request.timeout_of}(timeout={request.timeout})"
+    timeout = request.options.timeout
+    hosts = _hosts.current("loads", members, timeout) if members else None
+    limit = f"{request.timeout_of}(timeout={timeout})"
     try:
         with (
-            within(request.timeout, limit) if request.timeout is not None else nullcontext(),
-            caching(request.cache),
+            within(timeout, limit) if timeout is not None else nullcontext(),
+            caching(request.options.cache),
         ):
             return reread_all(paths, Load(request, like, hosts).load, request.signed_by)
     except BaseException as error:
@@ -423,7 +418,7 @@ class Load:
                 with reading(source.found):
                     check_sha256(source.found, source.entry, request.sha256(source.entry), request.threads)
         saves = " ".join(source.entry.save_id for source in sources)
-        size = request.batch or max(1, *(len(source.targets) for source in sources))
+        size = request.options.batch or max(1, *(len(source.targets) for source in sources))
         batches = [
             (source, source.targets[start : start + size])
             for source in sources
@@ -433,7 +428,7 @@ class Load:
             for number, (source, batch) in enumerate(batches):
                 assembled, others = self.read(source, batch, meter)
                 is_last = number == len(batches) - 1
-                if self.hosts and (is_last or request.broadcast):  # a broadcast needs all processes
+                if self.hosts and (is_last or request.options.broadcast):  # a broadcast needs all processes
                     _agree(self.hosts, f"{saves} {number}", is_last=is_last)
                 with gc_paused():
                     assembled |= assemble(others)
@@ -455,7 +450,7 @@ class Load:
         request, found, entry = self.request, source.found, source.entry
         threads = request.threads or found.store.read_threads
         assembled: dict[str, Any] = {}
-        streamed, others = ([], batch) if request.broadcast else streamable(batch)
+        streamed, others = ([], batch) if request.options.broadcast else streamable(batch)
         with reading(found):
             if streamed:
                 assembled = stream(found, entry, streamed, threads, verify=request.verify, meter=meter)

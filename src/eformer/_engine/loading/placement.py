@@ -61,7 +61,7 @@ def place_targets(targets: Sequence[LeafTarget], contents: Contents, request: Re
         if recorded and recorded.memory_kind and request.like is None:  # which decides about memory, too
             _keep_memory(target, recorded.memory_kind)
         if target.sharding is not None and not target.as_numpy and target.new_shape is None:
-            if request.broadcast and not target.entry.key:
+            if request.options.broadcast and not target.entry.key:
                 dtype = dtype_from_name(target.dtype)
                 target.read_sharding = _disjoint(target.sharding, target.entry.shape, dtype)
             elif request.whole_of:

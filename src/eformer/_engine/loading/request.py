@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from eformer._engine.formats.quantized import check_dequant
 from eformer._engine.record.dtypes import floating_dtype
+from eformer._engine.record.options import LoadOptions
 from eformer._engine.record.text import count, few, glance
 
 if TYPE_CHECKING:
@@ -16,13 +17,15 @@ if TYPE_CHECKING:
     from eformer._engine.formats.found import Found
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.rename import Rule
-    from eformer._engine.stores.cache import Cached
     from eformer._engine.stores.keys import PublicKey
     from eformer._engine.tasks.progress import Progress
 
 Rules = Mapping[str, "PartitionSpec"] | Sequence[tuple[str, "PartitionSpec"]]
 _ResizeOne = Callable[[Any, Any], Any]
 Resize = Callable[[Any, Any, str], Any] | Mapping[str, _ResizeOne] | Sequence[tuple[str, _ResizeOne]]
+
+
+_DEFAULT = LoadOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +63,7 @@ class Request:
     """Arguments of `load`; `in_place` makes of `like` what `into` is. Plus options that only the documented doors use:
 
     like_name      name of the caller's argument for `like`, used in messages
-    timeout_of     name of the caller's function that has the timeout, used in messages
+    timeout_of     name of the caller's options that have the timeout, used in messages
     reshape        accept a leaf of another shape than in `like` if it has as many elements
     threads        number of threads that read; None for one per core, 2 to 16
     sha256         function that returns the recorded SHA-256 of leaves, which are checked before the load
@@ -81,18 +84,15 @@ class Request:
     placement: PlacementRequest = field(default_factory=PlacementRequest)
     dtype: Any = None
     callback: Callable[[Any, str], Any] | None = None
-    batch: int | None = None
     verify: bool = True
     mmap: bool = False
     progress: Progress = None
-    broadcast: bool = False
-    timeout: float | None = None
-    cache: Cached = None
+    options: LoadOptions = _DEFAULT
     signed_by: PublicKey | None = None
     dequant: Literal[False] | None = None
     duplicates: Literal["last"] | None = None
     like_name: str = "like"
-    timeout_of: str = "load"
+    timeout_of: str = "LoadOptions"
     reshape: bool = False
     threads: int | None = None
     sha256: Callable[[TreeEntry], Mapping[str, str]] | None = None
@@ -101,10 +101,6 @@ class Request:
     whole_of: Callable[[Found], Found] | None = None
 
     def __post_init__(self) -> None:
-        if self.batch is not None and self.batch <= 0:
-            raise ValueError(
-                f"a batch of {self.batch} arrays: batch must be positive, or None for all at once"
-            )
         if self.dequant is not None:
             check_dequant(self.dequant)
         if self.duplicates not in (None, "last"):
@@ -128,7 +124,7 @@ class Request:
     @property
     def could_be_list(self) -> bool:
         """Tell whether the caller's function takes a list of paths, and got one path."""
-        return self.timeout_of == "load" and not self.is_template and not self.is_list
+        return self.timeout_of == "LoadOptions" and not self.is_template and not self.is_list
 
     @property
     def casts_like(self) -> bool:

@@ -79,7 +79,7 @@ def save(
         'run/step-100'
     """
     refuse_swapped(tree, path, "save(tree, path)")
-    options = options_from(options)
+    options = options_from(options, SaveOptions)
     with held_back(), within(options.timeout, f"SaveOptions(timeout={options.timeout})"):
         save = start(
             tree, path, prefix=prefix, format=format, metadata=metadata, options=options, overwrite=overwrite
@@ -147,7 +147,7 @@ def start(
     raises, the save fails with that error, and other processes hear of it. `hosts` are the processes that save
     together, if the caller knows better.
     """
-    options = options_from(options)
+    options = options_from(options, SaveOptions)
     hosts = hosts or _hosts.current("saves", options.processes, options.timeout)
     with _hosts.told_to_all(hosts):
         _check_format(format, options, write_index=write_index)
