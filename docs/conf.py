@@ -52,10 +52,10 @@ copybutton_prompt_is_regexp = True
 RESULTS = {
     "Conversion",
     "Diff",
-    "DryRun",
     "LoadReport",
     "Manifest",
     "Pending",
+    "Placement",
     "Pruned",
     "Report",
     "Resumed",

@@ -60,7 +60,6 @@ CHECKPOINT = {
     "convert": "(source, destination, *, to=None, prefix=None, rename=None, dtype=None, config=None, "
     "max_shard_bytes=None, memory=None, dry_run=False, allow_missing=False, progress=None, dequant=None)",
     "diff": "(a, b, *, prefix=None, progress=None)",
-    "dry_run": "(what, mesh=None, *, rules=None, shardings=None, prefix=None, dtype=None)",
     "follow": "(path, *, after=None, poll=10.0, timeout=None)",
     "inspect": "(path)",
     "latest": "(path)",
@@ -68,6 +67,7 @@ CHECKPOINT = {
     "prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, callback=None, verify=None, mmap=False, "
     "progress=None, options=LoadOptions(), signed_by=None, dequant=None, duplicates=None)",
     "open": "(path, *, prefix=None, cache=None, signed_by=None)",
+    "placement": "(path, *, mesh=None, rules=None, shardings=None, prefix=None, dtype=None)",
     "prune": "(directory, *, keep, pattern=None, foreign=False, check=False, dry_run=False)",
     "register_module": "(kind, *, state, update=None, build=None)",
     "register_node": "(kind)",
@@ -84,6 +84,7 @@ CHECKPOINT = {
     "wait": "(timeout=None)",
 }
 SERIALIZATION = {
+    "dry_run": "(what, mesh=None, *, rules=None, shardings=None, prefix=None, dtype=None)",
     "is_array_like": "(x: Any) -> bool",
     "join_key": "(prefix, k)",
     "leaf_key_paths": "(pytree: Any, prefix: str | None = '', *, is_leaf: Callable | None = None)",
@@ -173,7 +174,6 @@ def test_the_modules_export_what_is_documented_and_no_more():
     assert set(async_manager.__all__) == {"AsyncCheckpointManager", "CheckpointMetadata"}
     assert set(checkpointer.__all__) == {"CheckpointInterval", "Checkpointer", "find_latest_checkpoint"}
     assert set(paths.__all__) == {"GCSPath", "LocalPath", "MLUtilPath", "PathStat", "ePath", "ePathLike"}
-    assert eformer.serialization.dry_run is eformer.checkpoint.dry_run
     public = {
         name for name, value in vars(_serialization).items() if inspect.isfunction(value) and name[0] != "_"
     }
@@ -216,7 +216,6 @@ def test_the_engine_offers_what_is_documented_and_no_more():
     nouns = {
         "Conversion",
         "Diff",
-        "DryRun",
         "Every",
         "HtmlReport",
         "Keep",
@@ -224,6 +223,7 @@ def test_the_engine_offers_what_is_documented_and_no_more():
         "LoadReport",
         "Manifest",
         "Pending",
+        "Placement",
         "Pruned",
         "Report",
         "Resumed",

@@ -103,7 +103,7 @@ class Doors:
 
     def dry_run(self, path: str) -> None:
         for prefix in checkpoint.inspect(path).trees:
-            _told(lambda prefix=prefix: checkpoint.dry_run(path, _mesh(), prefix=prefix))
+            _told(lambda prefix=prefix: checkpoint.placement(path, mesh=_mesh(), prefix=prefix))
 
     def manager(self, path: str) -> None:
         AsyncCheckpointManager().load(path, _mesh(), validate=True)

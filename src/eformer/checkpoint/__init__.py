@@ -15,7 +15,7 @@ report                   show a checkpoint, two of them or a run as a page for a
 convert                  write a checkpoint in another format; return a Conversion
 prune                    delete all but the last checkpoints of a run; return a Pruned
 store_options            set endpoints, credentials and other options of buckets
-dry_run                  compute how many bytes a load would put on each device; return a DryRun
+placement                compute how many bytes a load would put on each device; return a Placement
 register_module          allow objects of a class of your own as parts of a tree
 register_node            allow trees with nodes of a class to be rebuilt without `like`
 
@@ -31,8 +31,8 @@ from eformer import _install  # noqa: F401  which warns of another package of th
 
 # The public names by their modules; a test compares them with the imports below.
 _NAMES = {
-    "loading.dry_run": "DryRun abstract dry_run",
     "loading.load": "load",
+    "loading.preview": "Placement abstract placement",
     "loading.request": "LoadReport",
     "record.manifest": "Manifest",
     "record.options": "LoadOptions SaveOptions",
@@ -58,10 +58,10 @@ _NAMES = {
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if TYPE_CHECKING:
-    from eformer._engine.loading.dry_run import DryRun as DryRun
-    from eformer._engine.loading.dry_run import abstract as abstract
-    from eformer._engine.loading.dry_run import dry_run as dry_run
     from eformer._engine.loading.load import load as load
+    from eformer._engine.loading.preview import Placement as Placement
+    from eformer._engine.loading.preview import abstract as abstract
+    from eformer._engine.loading.preview import placement as placement
     from eformer._engine.loading.request import LoadReport as LoadReport
     from eformer._engine.pages.report import HtmlReport as HtmlReport
     from eformer._engine.pages.report import report as report

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.loading.load import load_tree
+from eformer._engine.loading.preview import placement
 from eformer._engine.loading.request import PlacementRequest, Request
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.names import readable as _readable
@@ -23,9 +24,17 @@ if TYPE_CHECKING:
     from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
     from jax.sharding import Mesh
 
+    from eformer._engine.loading.preview import Placement
     from eformer._engine.loading.request import Rules
 
-__all__ = ["is_array_like", "join_key", "leaf_key_paths", "tree_deserialize_leaves", "tree_serialize_leaves"]
+__all__ = [
+    "dry_run",
+    "is_array_like",
+    "join_key",
+    "leaf_key_paths",
+    "tree_deserialize_leaves",
+    "tree_serialize_leaves",
+]
 
 
 @uninterrupted
@@ -108,6 +117,22 @@ def tree_deserialize_leaves(
         options=LoadOptions(batch=chunk_size),
     )
     return load_tree([checkpoint_dir], request).tree
+
+
+def dry_run(
+    what: Any,
+    mesh: Mesh | None = None,
+    *,
+    rules: Rules | None = None,
+    shardings: Any = None,
+    prefix: str | None = None,
+    dtype: Any = None,
+) -> Placement:
+    """Compute how many bytes a load would put on each device of the mesh, without reading data.
+
+    `what` is the path of a checkpoint, or a tree of arrays or `ShapeDtypeStruct`s; see `eformer.checkpoint.placement`.
+    """
+    return placement(what, mesh=mesh, rules=rules, shardings=shardings, prefix=prefix, dtype=dtype)
 
 
 def request_of(

@@ -14,7 +14,7 @@ from eformer._engine.formats import find
 from eformer._engine.loading import load as load_module
 from eformer._engine.loading.load import load_tree
 from eformer._engine.loading.request import Request
-from eformer.checkpoint import dry_run, load, save
+from eformer.checkpoint import load, placement, save
 from eformer.errors import CorruptionError, FormatError, NotFoundError, StructureError
 from eformer.serialization.async_manager import AsyncCheckpointManager
 from eformer.serialization.serialization import tree_deserialize_leaves
@@ -62,7 +62,7 @@ def test_rules_may_be_a_dict_at_every_door(tmp_path):
             manager.load_pytree(path, mesh, prefix="m", partition_rules=rules)[0],
         ]
         assert [(tree["w"].sharding.spec, tree["b"].sharding.spec) for tree in loaded] == [(P("x"), P())] * 3
-        assert dry_run(path, mesh, rules=rules).leaves["w"].spec == P("x")
+        assert placement(path, mesh=mesh, rules=rules).leaves["w"].spec == P("x")
     assert tree_deserialize_leaves(tmp_path / "b", mesh, partition_rules=rules)["w"].sharding.spec == P("x")
 
 

@@ -150,69 +150,66 @@ def load(
 ) -> Any:
     """Load the tree that was saved at `path`, bit for bit.
 
-    Raises an error that names the leaf, the file and the problem if anything is missing, damaged or does not fit.
-    Without `like`, the tree has the structure it was saved with: jax arrays are jax arrays and numpy arrays are numpy
-    arrays.
+    Without `like`, the tree has the structure that it was saved with; jax arrays are jax arrays, and
+    numpy arrays are numpy arrays. If leaves are missing, are damaged or do not fit, one error names
+    them, the file and the problem.
 
-    path            a directory, a file or a URL, of eformer or of another program; of a run the last step is loaded. A
-                    list of them is loaded as if it were one checkpoint, such as [base, adapter]: `prefix`, `root`,
-                    `rename` and `keys` apply to each, and without `like` the result is nested dicts by name
-    like            a tree of arrays, `ShapeDtypeStruct`s or shardings: the result has its structure, shapes, dtypes and
-                    shardings. A number and an array without axes become each other, as `like` has them, if they are of
-                    one kind (bool, int, float, complex) and the value does not change. Functions, such as activations
-                    of Equinox, stay as they are. Files of equinox have no names, and need `like`
-    into            as `like`, but modules in it that hold their state themselves, such as those of flax NNX and Keras,
-                    are updated in place; they are part of the result, too
-    partial         allow differences: leaves that the checkpoint lacks stay as `like` has them, leaves that `like`
-                    lacks are left out. The names of both are logged
-    return_report   return a pair of the tree and a `LoadReport` instead of logging
-    root            take the subtree of this name, such as "params.encoder", for the whole checkpoint
-    rename          give leaves other names before anything else looks at them, and transpose, stack or unstack them on
-                    the way: the rules of `convert`, as a file, text, pairs or a dict
-    resize          change arrays that have another shape than in `like`: a dict of patterns of names and functions of
-                    the stored array and the leaf of `like`, or one function of these two and the name
-    prefix          the tree, if there are several
-    keys            names of leaves or subtrees, or patterns such as "layers.*.bias"; dots in a key of a dict may be
-                    written as they are. Without `like` the result is a flat dict by the names in the checkpoint
-    mesh            the mesh to load onto. With neither `rules` nor `shardings`, leaves are placed as they were saved.
-                    Shardings on an `AbstractMesh`, as `jax.eval_shape` gives them, mean the same axes of this mesh.
-                    None for the mesh of `jax.set_mesh`, which never makes a load fail: leaves that nothing else places
-                    are replicated over it, and leaves that JAX cannot hold are numpy arrays. If it has devices of other
-                    processes, it counts only if `rules`, a `PartitionSpec` or an `AbstractMesh` needs a mesh
-    rules           pairs of a regex and a PartitionSpec, or a dict; the regex is searched for in names joined by "/"
-    shardings       where leaves go: one for all, or by name (nested or dotted, for some leaves or all), each a
-                    `Sharding`, a `PartitionSpec` or a function that is called on the loaded array
-    dtype           cast floating leaves to this dtype; "like" casts each of them to the dtype that it has in `like`.
-                    Other leaves are never cast
+    From where:
+
+    path            a directory, a file or a URL, of eformer or of another program; of a run, the newest
+                    step is loaded. A list of paths is loaded as one checkpoint, such as [base, adapter]
+    prefix          the tree, if the checkpoint has several
+    duplicates      "last" takes a leaf that several checkpoints of a list have from the last of them;
+                    None refuses it
+    dequant         False loads the leaves of a quantised model of another program as they are stored;
+                    None refuses them with a `QuantizedError`
+    signed_by       a public key, as the path of a PEM file or its content: every byte is checked against
+                    the signature of its owner before it is used, see `sign`
+
+    Which leaves, and as what:
+
+    root            name of a subtree, such as "params.encoder", to load as the whole checkpoint
+    keys            names of leaves or subtrees, or patterns such as "layers.*.bias". Without `like`, the
+                    result is a flat dict by the names in the checkpoint
+    rename          rules that rename, transpose, stack or unstack leaves before all else, see `convert`:
+                    a file, text, pairs or a dict
+    dtype           cast floating leaves to this dtype; "like" casts each to its dtype in `like`
     callback        a function of each array and its name, which returns the replacement
-    batch           the number of arrays to read at a time; None reads all at once
-    verify          False skips the digests; with `mmap`, True checks them, which reads everything once
-    mmap            map numpy arrays and arrays on CPUs from the files, which are read when the arrays are used: the
-                    load takes only as long as creating the arrays. If another program writes to the files in place, the
-                    arrays change; if it truncates them, the process dies. eformer never does either. Leaves that are
-                    not stored as they are wanted are read. In a bucket, `mmap` needs a `cache`
-    progress        True for a bar on standard error, or a function that is called with the bytes read so far and in
-                    total, several times a second and from any thread; it starts again if a newer save replaces the
-                    checkpoint
-    broadcast       read data that several processes hold only once, a part by each, and send it between the devices:
-                    faster for large leaves on slow storage
-    timeout         seconds that processes wait for each other, by default 600; and after which a load from a bucket is
-                    given up with TimeoutError, by default never, because its requests have limits of their own
-    store_options   a dict of options of the bucket that `path` is in, see `store_options`; from this call on they hold
-                    for the path and all below it
-    cache           a directory of this machine that keeps what is read from a bucket for the next load; None for that
-                    of the environment variable EFORMER_CACHE, False for none. Damaged parts of it are fetched again.
-                    The least recently used objects are removed when it is larger than EFORMER_CACHE_BYTES, by default
-                    100 GB or half of the disk
-    signed_by       a public key, as the path of a PEM file or its content: refuse what its owner has not signed (see
-                    `sign`), and read nothing that is not checked against the signature first, whatever happens to the
-                    files meanwhile. Bytes that the load does not need are not checked; `verify` checks all
-    dequant         False loads the leaves of a quantised model of another program as they are stored. None refuses them
-                    with a `QuantizedError`: without their scales they are not the numbers of the model
-    duplicates      "last" takes a leaf that several checkpoints of a list have from the last of them; None refuses it
 
-    If leaves go to devices of several processes, all of these must call `load`; no other process has to take part. An
-    error in one is an error in all. Each process reads what its devices hold.
+    Into what:
+
+    like            a tree of arrays, `ShapeDtypeStruct`s or shardings: the result has its structure,
+                    shapes, dtypes and shardings. Functions in it stay as they are
+    into            as `like`, but modules that hold their state, such as those of flax NNX and Keras,
+                    are updated in place
+    partial         allow differences: leaves that the checkpoint lacks stay as `like` has them, leaves
+                    that `like` lacks are left out; the names of both are logged
+    resize          change arrays that have another shape than in `like`: a dict from patterns of names to
+                    functions of the stored array and the leaf of `like`, or one such function that
+                    takes the name, too
+    return_report   return a pair of the tree and a `LoadReport`, and log nothing
+
+    Where to:
+
+    mesh            the mesh to load onto; None for the mesh of `jax.set_mesh`. With neither `rules` nor
+                    `shardings`, leaves are placed as they were saved
+    rules           pairs of a regex and a `PartitionSpec`, or a dict; the regex is searched for in names
+                    joined by "/"
+    shardings       one `Sharding`, `PartitionSpec` or function of the loaded array for all leaves, or a
+                    dict of them by name, nested or dotted, for some leaves or all
+
+    How:
+
+    verify          False skips the digests; with `mmap`, True checks them, which reads everything once
+    mmap            map numpy arrays and arrays on CPUs from the files, which are read when they are used.
+                    No other program may write to these files in place
+    progress        True for a bar on standard error, or a function of the bytes read and the total, which
+                    is called several times a second and from any thread
+    options         a `LoadOptions`, or a dict of its fields: `batch`, `broadcast`, `timeout`,
+                    `store_options`, `cache`
+
+    If leaves go to devices of several processes, all of these must call `load`, each reads the bytes
+    that its devices hold, and an error in one is an error in all. No other process has to take part.
 
     Example:
 

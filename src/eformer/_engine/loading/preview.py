@@ -46,7 +46,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class DryRun:
+class Placement:
     """List the bytes that each device would get. `print` shows a table.
 
     per_device   bytes by device
@@ -101,20 +101,20 @@ def _leaf(shape: tuple[int, ...], dtype: str, itemsize: int, cast: str | None, *
 
 
 @uninterrupted
-def dry_run(
-    what: Any,
-    mesh: Mesh | None = None,
+def placement(
+    path: Any,
     *,
+    mesh: Mesh | None = None,
     rules: Rules | None = None,
     shardings: Any = None,
     prefix: str | None = None,
     dtype: Any = None,
-) -> DryRun:
+) -> Placement:
     """Compute how many bytes `load` with the same arguments would put on each device of the mesh.
 
     Reads no data. Raises the same errors as `load`: leaves that cannot be placed are listed all at once.
 
-    what        the path of a checkpoint, or a tree of arrays or `ShapeDtypeStruct`s
+    path        the path of a checkpoint, or a tree of arrays or `ShapeDtypeStruct`s in its place
     mesh        the mesh to load onto; None for that of `jax.set_mesh`
     rules       where leaves go, by regular expressions; see `load`
     shardings   where leaves go, by name; see `load`
@@ -123,14 +123,14 @@ def dry_run(
 
     Example:
 
-        >>> print(checkpoint.dry_run("run/step-100", mesh, rules=[("w", PartitionSpec("data"))]))
+        >>> print(checkpoint.placement("run/step-100", mesh=mesh, rules=[("w", PartitionSpec("data"))]))
     """
-    is_path = isinstance(what, (str, os.PathLike))
+    is_path = isinstance(path, (str, os.PathLike))
     cast = None if dtype is None else floating_dtype(dtype)
-    leaves = _of_checkpoint(what, prefix, cast) if is_path else _of_tree(what, cast)
+    leaves = _of_checkpoint(path, prefix, cast) if is_path else _of_tree(path, cast)
     used = current_mesh() if mesh is None else mesh
     if used is None:
-        raise ValueError("dry_run needs a mesh=, or the mesh of jax.set_mesh")
+        raise ValueError("placement needs a mesh: pass mesh=, or enter jax.set_mesh")
     request = PlacementRequest(mesh=used, rules=rules, shardings=shardings, is_current_mesh=mesh is None)
     warn_of_idle_rules(leaves, request)
     placed, _ = place(leaves, request, prefix=prefix)
@@ -139,7 +139,7 @@ def dry_run(
     return _counted(leaves, placed, used)
 
 
-def _counted(leaves: Mapping[str, _Leaf], placed: Mapping[str, Sharding], mesh: Mesh) -> DryRun:
+def _counted(leaves: Mapping[str, _Leaf], placed: Mapping[str, Sharding], mesh: Mesh) -> Placement:
     per_device: dict[Any, int] = dict.fromkeys(mesh.devices.flat, 0)
     result = {}
     for name, leaf in leaves.items():
@@ -150,7 +150,7 @@ def _counted(leaves: Mapping[str, _Leaf], placed: Mapping[str, Sharding], mesh: 
         devices: set[Any] = set() if sharding is None else sharding.device_set
         for device in devices:
             per_device[device] = per_device.get(device, 0) + nbytes
-    return DryRun(per_device, result)
+    return Placement(per_device, result)
 
 
 def _of_checkpoint(path: str | os.PathLike[str], prefix: str | None, cast: str | None) -> dict[str, _Leaf]:
