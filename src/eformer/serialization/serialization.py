@@ -130,7 +130,12 @@ def dry_run(
 ) -> Placement:
     """Compute how many bytes a load would put on each device of the mesh, without reading data.
 
-    `what` is the path of a checkpoint, or a tree of arrays or `ShapeDtypeStruct`s; see `eformer.checkpoint.placement`.
+    what        the path of a checkpoint, or a tree of arrays or `ShapeDtypeStruct`s
+    mesh        the mesh to load onto; None for the mesh of `jax.set_mesh`
+    rules       where leaves go, by regular expressions
+    shardings   where leaves go, by name
+    prefix      the tree, if the checkpoint has several
+    dtype       the dtype that floating leaves are cast to
     """
     return placement(what, mesh=mesh, rules=rules, shardings=shardings, prefix=prefix, dtype=dtype)
 

@@ -185,7 +185,7 @@ def test_of_a_part_of_a_leaf_only_that_part_counts(tmp_path, monkeypatch):
     def only_one_device(items, *more):
         place(items, *more)
         for item in items:
-            item.regions = item.regions[:1]
+            item.boxes = item.boxes[:1]
 
     monkeypatch.setattr("eformer._engine.loading.placement._WORTH_READING_PARTS", 0)
     monkeypatch.setattr(_load, "place_targets", only_one_device)

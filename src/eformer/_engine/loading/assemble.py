@@ -61,7 +61,7 @@ def assemble(targets: Sequence[LeafTarget], put: PutShards | None = None) -> dic
 
 def _shards(target: LeafTarget) -> Shards:
     """Describe an array that goes to the devices of its sharding."""
-    sharding, boxes, arrays = target.read_sharding or target.sharding, target.boxes, target.arrays
+    sharding, boxes, arrays = target.read_sharding or target.sharding, target.device_boxes, target.arrays
     assert boxes is not None
     if target.entry.key:
         sharding = _of_key_data(sharding, len(target.entry.logical_shape))

@@ -74,7 +74,7 @@ def contents_of(tree: TreeEntry) -> Contents:
 NOTHING = Contents({}, {}, b"null")
 
 
-def merged(some: Sequence[Contents]) -> Contents:
+def merge_contents(some: Sequence[Contents]) -> Contents:
     """Return the leaves of all, in nested dicts by their names. Of leaves with one name it has the last.
 
     Names that read the same in several of them must be spelled alike, see `named_like`.

@@ -46,7 +46,7 @@ def fetch(
     verify: bool = True,
     path_to: Callable[[str], str] = str,
 ) -> list[Sequence[Array]]:
-    """Return, for each want, the arrays of its regions or the one of the whole leaf. Raise at the first damage;
+    """Return, for each want, the arrays of its boxes or the one of the whole leaf. Raise at the first damage;
     `path_to` gives the path of its file."""
     fetching = prepare(wants, tree, files, verify=verify, path_to=path_to)
     run_all([partial(fetching.carry_out, some) for some in together(reads, threads)], threads)
@@ -73,7 +73,7 @@ def prepare(
     return fetching
 
 
-def check(
+def check_pieces(
     wants: Sequence[Want],
     tree: TreeEntry,
     files: Files,
@@ -97,7 +97,7 @@ def raise_damage(path_to: Callable[[str], str], damage: Damage) -> None:
 class _Target(Struct):
     """Memory for a box of a leaf."""
 
-    region: Box
+    box: Box
     array: Array
     memory: Array
 
@@ -127,7 +127,7 @@ class Fetching:
         block = self.tree.block
         for index, want in enumerate(self.wants):
             entry = want.entry
-            if want.regions is None and want.dtype == entry.dtype and len(entry.extents) == 1:
+            if want.boxes is None and want.dtype == entry.dtype and len(entry.extents) == 1:
                 (extent,) = entry.extents
                 is_plain = extent.region is None and extent.coding is None and want.dtype != "float4_e2m1fn"
                 if is_plain and 0 < extent.nbytes <= block:
@@ -229,24 +229,24 @@ class Fetching:
 
     def deliver(self, piece: StoredPiece, data: Array) -> None:
         """Copy the piece into every array that wants a part of it, cast to the wanted dtype."""
-        box = piece.region or Box.whole(self.wants[piece.want].entry.shape)
+        box = piece.box or Box.whole(self.wants[piece.want].entry.shape)
         stored = self.unpacked(piece, data)
         if stored is None:
             return
-        if self.wants[piece.want].regions is None:
+        if self.wants[piece.want].boxes is None:
             (target,) = self.targets[piece.want]
             target.array[box.slices] = stored  # () for a single number
             return
         for target in self.targets[piece.want]:
             if not box.start:
                 target.array[()] = stored
-            elif overlap := box.overlap(target.region):
-                target.array[overlap.inside(target.region).slices] = stored[overlap.inside(box).slices]
+            elif overlap := box.overlap(target.box):
+                target.array[overlap.inside(target.box).slices] = stored[overlap.inside(box).slices]
 
     def unpacked(self, piece: StoredPiece, data: Array) -> Array | None:
         """Decode a piece into an array; report it and return None if that fails."""
         entry, coding = self.wants[piece.want].entry, piece.coding
-        shape = piece.region.shape if piece.region else entry.shape
+        shape = piece.box.shape if piece.box else entry.shape
         dtype = dtype_from_name(entry.dtype)
         if coding is None:
             if 2 * len(data) == math.prod(shape) and entry.dtype == "float4_e2m1fn":
@@ -306,14 +306,14 @@ class Arena:
         self.memory = np.empty(0, np.uint8) if memory is None else memory
         self.least = _ARENA_BYTES if has_neighbours else 0
 
-    def target(self, region: Box, dtype: np.dtype[Any]) -> _Target:
+    def target(self, box: Box, dtype: np.dtype[Any]) -> _Target:
         """Return an uninitialised array for a box of a leaf."""
-        nbytes = dtype.itemsize * region.size
+        nbytes = dtype.itemsize * box.size
         if nbytes > len(self.memory):
             self.memory = aligned(max(nbytes, self.least))
         memory = self.memory  # with that of its neighbours, which may be read together with it
         self.memory = memory[packed_nbytes(nbytes) :]
-        return _Target(region, np.ndarray(region.shape, dtype, memory), memory)
+        return _Target(box, np.ndarray(box.shape, dtype, memory), memory)
 
 
 def aligned(nbytes: int) -> Array:

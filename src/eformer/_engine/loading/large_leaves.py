@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from eformer._engine.loading.device_put import Transfer, put_on, put_on_default
-from eformer._engine.loading.placement import Boxes
+from eformer._engine.loading.placement import DeviceBoxes
 from eformer._engine.loading.read_plan import Want, plan_reads
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.dtypes import dtype_from_name
@@ -47,7 +47,7 @@ class LargeLeaf:
     def __init__(
         self,
         target: LeafTarget,
-        boxes: Boxes,
+        boxes: DeviceBoxes,
         cuts: Sequence[Sequence[Boxed]],
         loaded: dict[str, Any],
         *,
@@ -57,13 +57,13 @@ class LargeLeaf:
         self.cuts, self.left = cuts, len(cuts)
         self.lock = threading.Lock()
         dtype, is_committed = dtype_from_name(target.dtype), target.sharding is not None
-        regions = target.wanted
-        parts: list[list[Box]] = [[] for _ in regions]
+        wanted = target.wanted
+        parts: list[list[Box]] = [[] for _ in wanted]
         for cut in cuts:
-            for number, region in cut:
-                parts[number].append(region)
+            for number, box in cut:
+                parts[number].append(box)
         self.shards = [
-            _Shard(regions[number], device, dtype, parts[number], is_committed, x64)
+            _Shard(wanted[number], device, dtype, parts[number], is_committed, x64)
             for number, device in zip(boxes.numbers, boxes.devices, strict=True)
         ]
 
@@ -75,7 +75,7 @@ class LargeLeaf:
 
         `default` is the device of leaves without a sharding.
         """
-        boxes, dtype = target.boxes or Boxes(None, [default], [0]), dtype_from_name(target.dtype)
+        boxes, dtype = target.device_boxes or DeviceBoxes(None, [default], [0]), dtype_from_name(target.dtype)
         if boxes.cuts or target.entry.key or target.is_weak or dtype in PACKED or not dtype.isnative:
             return None
         if max(target.entry.shape) > _MOST_LENGTH:
@@ -107,20 +107,20 @@ class Part:
 
     def __init__(self, leaf: LargeLeaf, cut: Sequence[Boxed]) -> None:
         self.leaf, self.cut = leaf, cut
-        regions = [region for _, region in cut]
-        self.targets = [msgspec.structs.replace(leaf.target, regions=regions, arrays=())]
+        boxes = [box for _, box in cut]
+        self.targets = [msgspec.structs.replace(leaf.target, boxes=boxes, arrays=())]
 
     def move(self, memory: np.ndarray[Any, Any]) -> Transfer:
         """Put each box on every device that holds it; when the boxes have arrived, write them into the arrays there."""
         sent = [
-            box
-            for (number, region), array in zip(self.cut, self.targets[0].arrays, strict=True)
-            for box in self.put_box(number, region, array)
+            on_device
+            for (number, box), array in zip(self.cut, self.targets[0].arrays, strict=True)
+            for on_device in self.put_box(number, box, array)
         ]
         return Transfer([array for _, *arrays in sent for array in arrays], partial(self.write, sent))
 
     def put_box(
-        self, number: int, region: Box, array: np.ndarray[Any, Any]
+        self, number: int, box: Box, array: np.ndarray[Any, Any]
     ) -> Iterator[tuple[_Shard, Any, Any]]:
         """Put a box, and where it begins in the array, which the program reads as well."""
         leaf = self.leaf
@@ -128,7 +128,7 @@ class Part:
         part.flags.writeable = False
         shards = [s for s, n in zip(leaf.shards, leaf.boxes.numbers, strict=True) if n == number]
         count = len(shards)
-        start = np.array(region.inside(shards[0].region).start, np.int32)
+        start = np.array(box.inside(shards[0].box).start, np.int32)
         both = [part] * count + [start] * count
         if leaf.target.sharding is None:
             arrays = put_on_default(both)
@@ -147,15 +147,15 @@ class _Shard:
 
     def __init__(
         self,
-        region: Box,
+        box: Box,
         device: Any,
         dtype: Any,
         cuts: Sequence[Box],
         is_committed: bool,
         x64: bool,
     ) -> None:
-        self.region, self.device = region, device
-        begun = partial(_program, region.shape, bits_of(dtype), device, is_committed, x64)
+        self.box, self.device = box, device
+        begun = partial(_program, box.shape, bits_of(dtype), device, is_committed, x64)
         self.begin = begun("empty")
         self.updates = {cut.shape: begun("update", cut.shape) for cut in cuts}
         self.end = begun("view", dtype=dtype) if bits_of(dtype) != dtype else None
@@ -181,39 +181,39 @@ def _cuts(target: LeafTarget, most: int, tree: TreeEntry) -> Sequence[Sequence[B
 
     Each box is cut by itself; or, such as columns of rows that are stored together, all of them are cut at once.
     """
-    entry, extents, regions = target.entry, target.entry.extents, target.wanted
+    entry, extents, wanted = target.entry, target.entry.extents, target.wanted
     cut = partial(_parts_of, entry=entry, itemsize=dtype_from_name(target.dtype).itemsize, block=tree.block)
-    singly = [[(number, part)] for number, region in enumerate(regions) for part in cut(region, most=most)]
-    if len(regions) == len(extents) == 1 and not extents[0].coding:
+    singly = [[(number, part)] for number, box in enumerate(wanted) for part in cut(box, most=most)]
+    if len(wanted) == len(extents) == 1 and not extents[0].coding:
         return singly
 
     def nbytes_read(boxes: Sequence[Box]) -> int:
         want = Want(target.name, entry, target.dtype, boxes)
         return sum(read.nbytes for read in plan_reads([want], tree))
 
-    enough = (1 + _MOST_READ_AGAIN) * nbytes_read(regions)
+    enough = (1 + _MOST_READ_AGAIN) * nbytes_read(wanted)
     if sum(nbytes_read([part]) for ((_, part),) in singly) <= enough:
         return singly
     together = [
-        [(n, box) for n, region in enumerate(regions) if (box := region.overlap(part))]
-        for part in cut(bounding(regions), most=most - ALIGNMENT * len(regions))
+        [(n, overlap) for n, box in enumerate(wanted) if (overlap := box.overlap(part))]
+        for part in cut(bounding(wanted), most=most - ALIGNMENT * len(wanted))
     ]
     together = [boxes for boxes in together if boxes]
     is_enough = sum(nbytes_read([box for _, box in boxes]) for boxes in together) <= enough
     return together if is_enough else None
 
 
-def _parts_of(region: Box, entry: LeafEntry, itemsize: int, most: int, block: int) -> list[Box]:
+def _parts_of(box: Box, entry: LeafEntry, itemsize: int, most: int, block: int) -> list[Box]:
     """Cut a box of a leaf into parts: along the boxes that are stored, unless these are small."""
-    stored = [overlap for extent in entry.extents if (overlap := region.overlap(entry.region_of(extent)))]
-    if min((box.size * itemsize for box in stored), default=0) < most // 4:
-        stored = [region]
-    return [part for box in stored for part in _cut(box, itemsize, most, block)]
+    stored = [overlap for extent in entry.extents if (overlap := box.overlap(entry.region_of(extent)))]
+    if min((each.size * itemsize for each in stored), default=0) < most // 4:
+        stored = [box]
+    return [part for each in stored for part in _cut(each, itemsize, most, block)]
 
 
-def _cut(region: Box, itemsize: int, most: int, block: int) -> list[Box]:
+def _cut(box: Box, itemsize: int, most: int, block: int) -> list[Box]:
     """Cut a box into parts of at most so many bytes, all but the last alike, at the ends of pieces where possible."""
-    shape = region.shape
+    shape = box.shape
     axis = next(
         (n for n in range(len(shape)) if math.prod(shape[n + 1 :]) * itemsize <= most), len(shape) - 1
     )
@@ -222,7 +222,7 @@ def _cut(region: Box, itemsize: int, most: int, block: int) -> list[Box]:
     number = -(-shape[axis] * row // (most // (step * row) * step * row or row))
     length = -(-shape[axis] // number)
     length = min(-(-length // step) * step, shape[axis])
-    return shifted(pieces(shape, itemsize, length * row), region.start)
+    return shifted(pieces(shape, itemsize, length * row), box.start)
 
 
 # -------------------------------------------------------------------------------------------- programs

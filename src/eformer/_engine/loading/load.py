@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, over
 from eformer._engine.formats.find import ReplacedError, reading, reread_all
 from eformer._engine.formats.process_records import ListedTree
 from eformer._engine.loading.assemble import assemble, change_shapes
-from eformer._engine.loading.contents import contents_of, merged
+from eformer._engine.loading.contents import contents_of, merge_contents
 from eformer._engine.loading.pinned_stream import stream, streamable
 from eformer._engine.loading.placement import on_current_mesh, place_targets, processes_of
-from eformer._engine.loading.read import read, require_boxes
+from eformer._engine.loading.read import read_targets, require_boxes
 from eformer._engine.loading.request import LoadReport, PlacementRequest, Request
 from eformer._engine.loading.select import as_scalar, compare, select
 from eformer._engine.loading.sources import (
-    Source,
+    LoadSource,
     TreeReader,
     check_sha256,
     completed,
@@ -349,7 +349,7 @@ class Load:
         dropped = dict.fromkeys(name for source in sources for name in source.dropped)
         return LoadedTree(tree, sources[0].entry, selection.report(dropped))
 
-    def find(self, found: Found, stack: ExitStack) -> Source:
+    def find(self, found: Found, stack: ExitStack) -> LoadSource:
         """Read the record of the tree to load, and warn of files beside it that are not read."""
         request = self.request
         found = request.whole_of(found) if request.whole_of else found
@@ -357,7 +357,7 @@ class Load:
             needs_all = request.rename is not None or request.sha256 is not None
             entry = found.tree(request.prefix) if needs_all else found.listed(request.prefix)
             paths = found.left_out(request.prefix)
-            source = Source(found, entry, contents_of(entry))
+            source = LoadSource(found, entry, contents_of(entry))
         if found.foreign.refused and not request.partial:
             refuse_kinds(found, request.keys)
         if paths:
@@ -366,7 +366,7 @@ class Load:
             source.reader = stack.enter_context(closing(TreeReader(found, entry, verify=request.verify)))
         return source
 
-    def rename(self, sources: Sequence[Source]) -> None:
+    def rename(self, sources: Sequence[LoadSource]) -> None:
         """Give the leaves the names that they have in the tree."""
         request, self.expected = self.request, self.like
         if request.root is not None:
@@ -379,10 +379,10 @@ class Load:
         if self.like is not None or len(sources) > 1:
             spell_alike(sources, self.like)
 
-    def select(self, sources: Sequence[Source]) -> tuple[Contents, Selection]:
+    def select(self, sources: Sequence[LoadSource]) -> tuple[Contents, Selection]:
         """Choose the leaves to load, and which checkpoint gives each. Refuse leaves that cannot be given as asked."""
         request, like, is_one = self.request, self.expected, len(sources) == 1
-        contents = sources[0].contents if is_one else merged([source.contents for source in sources])
+        contents = sources[0].contents if is_one else merge_contents([source.contents for source in sources])
         names = select(contents, request.keys, is_list=request.is_list)
         if BARE_LEAF in names and len(names) > 1 and request.keys is None and not request.partial:
             refuse_bare_leaf(sources)
@@ -397,7 +397,7 @@ class Load:
             source.targets = [target for target in selection.targets if target.name in own]
         return contents, selection
 
-    def place(self, sources: Sequence[Source], contents: Contents, selection: Selection) -> None:
+    def place(self, sources: Sequence[LoadSource], contents: Contents, selection: Selection) -> None:
         """Decide where the arrays go, and find the boxes of them that this process reads."""
         place_targets(selection.targets, contents, self.request)
         for source in sources:
@@ -406,7 +406,7 @@ class Load:
             if isinstance(source.entry, ListedTree):
                 source.locate(source.entry)
 
-    def fetch(self, sources: Sequence[Source]) -> dict[str, Any]:
+    def fetch(self, sources: Sequence[LoadSource]) -> dict[str, Any]:
         """Read the arrays, put them on their devices and hand them to the caller's functions, batch by batch."""
         request = self.request
         arrays: dict[str, Any] = {}
@@ -432,13 +432,13 @@ class Load:
                 self.finish(batch, assembled, arrays)
         return arrays
 
-    def metered(self, sources: Sequence[Source]) -> AbstractContextManager[Meter]:
+    def metered(self, sources: Sequence[LoadSource]) -> AbstractContextManager[Meter]:
         is_told = is_wanted(self.request.progress)
         total = sum(source.nbytes() for source in sources) if is_told else 0
         return metered(self.request.progress, total, "loading")
 
     def read(
-        self, source: Source, batch: list[LeafTarget], meter: Meter
+        self, source: LoadSource, batch: list[LeafTarget], meter: Meter
     ) -> tuple[dict[str, Any], list[LeafTarget]]:
         """Read a batch. Return the arrays that were streamed to accelerators, and the targets in host memory.
 
@@ -451,7 +451,7 @@ class Load:
         with reading(found):
             if streamed:
                 assembled = stream(found, entry, streamed, threads, verify=request.verify, meter=meter)
-            read(found, entry, others, threads, verify=request.verify, mmap=request.mmap, meter=meter)
+            read_targets(found, entry, others, threads, verify=request.verify, mmap=request.mmap, meter=meter)
             if source.contents.computed:
                 read_computed(source.contents.computed, others, threads, meter)
         if request.resize is not None or request.reshape:

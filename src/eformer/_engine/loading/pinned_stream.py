@@ -263,6 +263,6 @@ def _position(target: LeafTarget) -> tuple[int, int]:
 
 def nbytes_of(target: LeafTarget) -> int:
     """Return the memory that the boxes of this process take, each of them aligned."""
-    regions, itemsize = target.regions, dtype_from_name(target.dtype).itemsize
-    sizes = [math.prod(target.entry.shape)] if regions is None else [region.size for region in regions]
+    boxes, itemsize = target.boxes, dtype_from_name(target.dtype).itemsize
+    sizes = [math.prod(target.entry.shape)] if boxes is None else [box.size for box in boxes]
     return sum(packed_nbytes(size * itemsize) for size in sizes)

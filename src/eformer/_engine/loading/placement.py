@@ -98,16 +98,16 @@ def _keep_memory(target: LeafTarget, kind: str) -> None:
         target.sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
 
 
-class Boxes(msgspec.Struct, frozen=True):
+class DeviceBoxes(msgspec.Struct, frozen=True):
     """What the devices of this process hold of an array.
 
-    regions   the distinct boxes, as they are read; None for the whole array
+    boxes     the distinct boxes, as they are read; None for the whole array
     devices   the devices, in the order of the sharding
     numbers   for each of them the number of its box
     cuts      if the whole array is read and holds several boxes: what each of them is of it
     """
 
-    regions: list[Box] | None
+    boxes: list[Box] | None
     devices: list[Any]
     numbers: list[int]
     cuts: list[tuple[slice, ...]] | None = None
@@ -122,11 +122,13 @@ def _assign_boxes(target: LeafTarget) -> None:
     nbytes = math.prod(entry.shape) * dtype_from_name(target.dtype).itemsize
     sharding = target.read_sharding or target.sharding
     boxes = _boxes(sharding, entry.logical_shape, entry.shape, nbytes <= _WORTH_READING_PARTS)
-    target.boxes, target.regions = boxes, boxes.regions
+    target.device_boxes, target.boxes = boxes, boxes.boxes
 
 
 @lru_cache(4096)
-def _boxes(sharding: Sharding, shape: tuple[int, ...], stored: tuple[int, ...], is_small: bool) -> Boxes:
+def _boxes(
+    sharding: Sharding, shape: tuple[int, ...], stored: tuple[int, ...], is_small: bool
+) -> DeviceBoxes:
     """List the distinct boxes that this process's devices hold, and which device holds which.
 
     `stored` is the shape of the numbers: PRNG keys have a few for each, which are never cut. If all of a small array
@@ -137,15 +139,15 @@ def _boxes(sharding: Sharding, shape: tuple[int, ...], stored: tuple[int, ...], 
     inner = stored[len(shape) :]
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         bounds = [s.indices(size)[:2] for s, size in zip(index or (), shape, strict=True)]
-        region = Box((*(a for a, _ in bounds), *(0 for _ in inner)), (*(b for _, b in bounds), *inner))
+        box = Box((*(a for a, _ in bounds), *(0 for _ in inner)), (*(b for _, b in bounds), *inner))
         devices.append(device)
-        held.append(numbers.setdefault(region, len(numbers)))
-    regions = list(numbers)
-    if regions == [Box.whole(stored)]:
-        return Boxes(None, devices, held)
-    if is_small and regions and sum(region.size for region in regions) == math.prod(stored):
-        return Boxes(None, devices, held, [region.slices for region in regions])
-    return Boxes(regions, devices, held)
+        held.append(numbers.setdefault(box, len(numbers)))
+    boxes = list(numbers)
+    if boxes == [Box.whole(stored)]:
+        return DeviceBoxes(None, devices, held)
+    if is_small and boxes and sum(box.size for box in boxes) == math.prod(stored):
+        return DeviceBoxes(None, devices, held, [box.slices for box in boxes])
+    return DeviceBoxes(boxes, devices, held)
 
 
 def _as_saved(target: LeafTarget) -> Sharding | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eformer._engine.loading.fetch import check, prepare, raise_damage, together
+from eformer._engine.loading.fetch import check_pieces, prepare, raise_damage, together
 from eformer._engine.loading.read_plan import plan_reads
 from eformer._engine.record.check import is_whole
 from eformer._engine.record.dtypes import dtype_from_name
@@ -34,12 +34,12 @@ _MANY = 8  # files, from which on threads are worth their start
 
 
 def nbytes_read(tree: TreeEntry, targets: Sequence[LeafTarget]) -> int:
-    """Return how many bytes `read` and `stream` read for the targets."""
+    """Return how many bytes a load reads for the targets."""
     wants = [target for target in targets if target.is_stored]
     return sum(read.nbytes for read in plan_reads(wants, tree))
 
 
-def read(
+def read_targets(
     found: Found,
     tree: TreeEntry,
     targets: Sequence[LeafTarget],
@@ -83,7 +83,7 @@ class Reading:
                 wants.append(target)
         if self.verify:
             on_damage = partial(raise_damage, self.store.path_to)
-            check(wants, self.tree, self.files, threads, on_damage, self.meter)
+            check_pieces(wants, self.tree, self.files, threads, on_damage, self.meter)
         return others
 
     def tasks(
@@ -198,8 +198,8 @@ def _mapped(
     found: list[Array] = []
     if target.dtype != target.entry.dtype:
         return None
-    for region in target.wanted:
-        array = _mapped_box(target, region, tree, memory_of)
+    for box in target.wanted:
+        array = _mapped_box(target, box, tree, memory_of)
         if array is None:
             return None
         found.append(array)
@@ -207,22 +207,22 @@ def _mapped(
 
 
 def _mapped_box(
-    target: LeafTarget, region: Box, tree: TreeEntry, memory_of: Callable[[int], Array | None]
+    target: LeafTarget, box: Box, tree: TreeEntry, memory_of: Callable[[int], Array | None]
 ) -> Array | None:
     entry, dtype = target.entry, dtype_from_name(target.entry.dtype)
     alignment = max(1 if target.as_numpy else ALIGNMENT, dtype.alignment)
     for extent in entry.extents:
-        before = offset_within(region, entry.region_of(extent))
-        if before is None or not region.size or is_whole(entry, extent):
+        before = offset_within(box, entry.region_of(extent))
+        if before is None or not box.size or is_whole(entry, extent):
             continue
         start = tree.files[extent.file].header_nbytes + extent.offset + before * dtype.itemsize
         memory = memory_of(extent.file)
         if memory is None or start % alignment:
             return None
-        if start + region.size * dtype.itemsize > len(memory):
+        if start + box.size * dtype.itemsize > len(memory):
             raise CorruptionError(
                 f"leaf {target.name!r}: {tree.path_of(extent.file)} was cut short: it ends after {len(memory)} "
                 "bytes; restore the file from a copy, or load an older checkpoint"
             )
-        return np.ndarray(region.shape, dtype, memory, start)
+        return np.ndarray(box.shape, dtype, memory, start)
     return None

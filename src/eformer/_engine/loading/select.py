@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from eformer._engine.loading.contents import Contents
-    from eformer._engine.loading.placement import Boxes
+    from eformer._engine.loading.placement import DeviceBoxes
     from eformer._engine.loading.request import Request, Resize
 
 T = TypeVar("T")
@@ -69,9 +69,9 @@ class LeafTarget(Want, gc=False):
     sharding         where the array goes; None for the default device, or for host memory if `as_numpy`
     is_explicit      an argument asks for the sharding
     transform        function of the caller, from `shardings`, to call on the loaded array
-    regions          the wanted boxes are distinct, and those that this process reads
-    boxes            which devices of this process hold which of them
-    arrays           host memory of the regions, once they are read
+    boxes            the distinct boxes that this process reads
+    device_boxes     the box of each device of this process
+    arrays           host memory of the boxes, once they are read
     new_shape        shape to change to, if it is another than the stored one
     read_sharding    sharding to read with before the array is broadcast: no two processes hold the same box
     like_scalar      the leaf of `like`, if the array becomes a plain number in the end
@@ -84,7 +84,7 @@ class LeafTarget(Want, gc=False):
     as_numpy: bool = False
     is_explicit: bool = False
     transform: Callable[[Any], Any] | None = None
-    boxes: Boxes | None = None
+    device_boxes: DeviceBoxes | None = None
     arrays: Sequence[Any] = ()
     new_shape: tuple[int, ...] | None = None
     read_sharding: Any = None
@@ -347,7 +347,7 @@ def _array_mismatch(target: LeafTarget, leaf: Any, request: Request) -> Iterable
         found += f", which dtype= casts to {dtype}"
     if not _has_shape(leaf):
         kind = None if target.shape or target.entry.key else kind_of_dtype(target.dtype)
-        if kind is None or kind is not kind_of(leaf):
+        if kind is None or kind is not kind_of_number(leaf):
             yield f"leaf {target.name!r}: expected {_plain_text(leaf)}, found {found}"
         return
     expected = _array_text(_dtype_name(leaf.dtype), tuple(leaf.shape))
@@ -377,7 +377,7 @@ def _value_mismatch(name: str, value: Any, leaf: Any, cast: _Cast) -> Iterable[s
     elif leaf.shape or as_array(value, _dtype_name(leaf.dtype), cast(leaf)) is None:
         dtype, is_python = _dtype_name(leaf.dtype), not isinstance(value, np.generic)
         expected = _array_text(dtype, leaf.shape)
-        same_kind = kind_of(value) is kind_of_dtype(dtype) is not None
+        same_kind = kind_of_number(value) is kind_of_dtype(dtype) is not None
         why = f", which {dtype} cannot hold exactly" if same_kind and is_python and not leaf.shape else ""
         how = _CASTS if same_kind and is_floating(dtype) and not leaf.shape else ""
         yield f"leaf {name!r}: expected {expected}, {found}{why}{how}"
@@ -454,7 +454,7 @@ def key_dtype(generator: str) -> Any:
 _KINDS = (bool, int, float, complex)  # in this order: a bool is an int, too
 
 
-def kind_of(number: Any) -> type | None:
+def kind_of_number(number: Any) -> type | None:
     """Return bool, int, float or complex for a number, None for anything else."""
     if isinstance(number, np.generic):
         return kind_of_dtype(number.dtype.name)
@@ -482,7 +482,7 @@ def as_array(value: Any, dtype: str, cast: str | None = None) -> np.ndarray[Any,
         own = value.dtype.name
         own = cast if cast and is_floating(own) else own
         return np.asarray(value).astype(DTYPES[dtype]) if own == dtype else None
-    kind = kind_of(value)
+    kind = kind_of_number(value)
     if kind is None or kind is not kind_of_dtype(dtype):
         return None
     try:
@@ -507,8 +507,8 @@ def fitted(value: Any, leaf: Any, cast: str | None = None) -> Any:
     if isinstance(leaf, np.generic):
         array = as_array(value, leaf.dtype.name, cast)
         return None if array is None else array[()]
-    if (kind := kind_of(leaf)) is None:
+    if (kind := kind_of_number(leaf)) is None:
         return value if type(value) is type(leaf) else None
-    if kind_of(value) is not kind:
+    if kind_of_number(value) is not kind:
         return None
     return value.item() if isinstance(value, np.generic) else value

@@ -75,7 +75,7 @@ class Split:
         self, targets: Sequence[LeafTarget], others: Sequence[LeafTarget], default: Any, x64: bool
     ) -> None:
         self.targets, self.others, self.x64 = targets, others, x64
-        boxes = targets[0].boxes
+        boxes = targets[0].device_boxes
         self.device, self.is_committed = (default, False) if boxes is None else (boxes.devices[0], True)
 
     def send(self, memory: np.ndarray[Any, Any]) -> Sent | None:
@@ -117,14 +117,17 @@ def _kinds(targets: Sequence[LeafTarget]) -> Kinds | None:
     """Return what the program for these leaves depends on, or None if there can be none."""
     if not _LEAST_LEAVES <= len(targets) <= _MOST_LEAVES:
         return None
-    if len({None if target.boxes is None else target.boxes.devices[0] for target in targets}) > 1:
+    if (
+        len({None if target.device_boxes is None else target.device_boxes.devices[0] for target in targets})
+        > 1
+    ):
         return None
     return tuple((target.entry.shape, target.dtype, id(target.sharding)) for target in targets)
 
 
 def _can_be_split(target: LeafTarget, block: int) -> bool:
     """Tell whether the array is the bytes of the leaf as they lie in a slot, on one device."""
-    boxes, entry = target.boxes, target.entry
+    boxes, entry = target.device_boxes, target.entry
     is_on_one = boxes is None or (boxes.is_one_each and not boxes.cuts)
     is_plain = not entry.key and not target.is_weak and _is_bits(target.dtype)
     return is_on_one and is_plain and entry.nbytes > block

@@ -23,7 +23,7 @@ from eformer._engine.loading.fetch import aligned, fetch
 from eformer._engine.loading.read import nbytes_read, require_unwritten
 from eformer._engine.loading.read_plan import Want, plan_reads
 from eformer._engine.loading.rules import PartitionSpec
-from eformer._engine.loading.select import is_scalar, kind_of, kind_of_dtype
+from eformer._engine.loading.select import is_scalar, kind_of_dtype, kind_of_number
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.digests import sha256_of
 from eformer._engine.record.dtypes import dtype_from_name, is_floating, raw_pieces
@@ -65,7 +65,7 @@ _MERGE_FIRST = (
 
 
 @dataclass(slots=True)
-class Source:
+class LoadSource:
     """A checkpoint to load from.
 
     entry      the record of its tree
@@ -95,7 +95,7 @@ class Source:
         """Read where the boxes of the targets are, of a tree that several processes wrote, each its own record."""
         listed = {t.entry.stored_name: t for t in self.targets if isinstance(t.entry, ListedLeaf)}
         with reading(self.found):
-            self.entry = entry.locate({name: target.regions for name, target in listed.items()})
+            self.entry = entry.locate({name: target.boxes for name, target in listed.items()})
         for name, target in listed.items():
             target.entry = self.entry.leaves[name]
 
@@ -116,7 +116,7 @@ def refuse_kinds(found: Found, keys: Collection[str] | None) -> None:
 # --------------------------------------------------------------------------------------- root and rename
 
 
-def take_below(sources: Sequence[Source], root: str) -> None:
+def take_below(sources: Sequence[LoadSource], root: str) -> None:
     """Take what lies below `root` for each checkpoint. One of several may have nothing there."""
     found = [below(source.contents, root) for source in sources]
     if not any(found):
@@ -125,14 +125,14 @@ def take_below(sources: Sequence[Source], root: str) -> None:
         source.contents = contents or NOTHING
 
 
-def rename_leaves(sources: Sequence[Source], rules: Sequence[Rule]) -> None:
+def rename_leaves(sources: Sequence[LoadSource], rules: Sequence[Rule]) -> None:
     """Apply the rules to the leaves of each checkpoint, and warn of rules that match a leaf of none."""
     unused = [_rename(source, rules, is_alone=len(sources) == 1).unused_rules for source in sources]
     if idle := [text for line, text in unused[0].items() if all(line in lines for lines in unused)]:
         logger.warning("rename= rules that match no leaf: %s", few(idle))
 
 
-def _rename(source: Source, rules: Sequence[Rule], *, is_alone: bool) -> Renamed:
+def _rename(source: LoadSource, rules: Sequence[Rule], *, is_alone: bool) -> Renamed:
     """Apply the rules to the leaves of a checkpoint. An error names the checkpoint if it is one of several."""
     assert source.reader
     try:
@@ -149,7 +149,7 @@ def _rename(source: Source, rules: Sequence[Rule], *, is_alone: bool) -> Renamed
 # -------------------------------------------------------------------------------- several checkpoints
 
 
-def spell_alike(sources: Sequence[Source], like: Leaves | None) -> None:
+def spell_alike(sources: Sequence[LoadSource], like: Leaves | None) -> None:
     """Spell the names of leaves as `like` does, or as the first checkpoint that has them."""
     known: dict[str, Any] = {}
     for source in sources:
@@ -157,7 +157,7 @@ def spell_alike(sources: Sequence[Source], like: Leaves | None) -> None:
         known |= dict.fromkeys(source.contents.names)
 
 
-def refuse_bare_leaf(sources: Sequence[Source]) -> None:
+def refuse_bare_leaf(sources: Sequence[LoadSource]) -> None:
     """Refuse a checkpoint that is one array, without a name, beside checkpoints of trees."""
     bare = next(source.found.path for source in sources if BARE_LEAF in source.contents.names)
     raise StructureError(
@@ -167,10 +167,10 @@ def refuse_bare_leaf(sources: Sequence[Source]) -> None:
 
 
 def owned(
-    sources: Sequence[Source], names: Mapping[str, None], request: Request, like: Leaves | None
+    sources: Sequence[LoadSource], names: Mapping[str, None], request: Request, like: Leaves | None
 ) -> list[Collection[str]]:
     """Return the names of the leaves that each checkpoint gives. Refuse leaves that several of them could give."""
-    holders: dict[str, list[Source]] = {name: [] for name in names}
+    holders: dict[str, list[LoadSource]] = {name: [] for name in names}
     for source in sources:
         functions = set(source.contents.functions)  # left to the code: no checkpoint holds them
         for name in source.contents.names:
@@ -188,7 +188,7 @@ def owned(
     return [{name for name, held in holders.items() if held and held[-1] is source} for source in sources]
 
 
-def _require_whole_stacks(several: Mapping[str, Sequence[Source]]) -> None:
+def _require_whole_stacks(several: Mapping[str, Sequence[LoadSource]]) -> None:
     """Refuse a leaf that rules stack of the leaves of the last checkpoint, and that has another shape in one before.
 
     A stack of some layers would replace a stack of all.
@@ -203,7 +203,7 @@ def _require_whole_stacks(several: Mapping[str, Sequence[Source]]) -> None:
         raise MismatchError(problems, "rename= stacks the leaves of each checkpoint alone", _MERGE_FIRST)
 
 
-def _parts_of(name: str, source: Source) -> str:
+def _parts_of(name: str, source: LoadSource) -> str:
     """Name the stored leaves that a leaf is made of, and their checkpoint."""
     array = source.contents.computed.get(name)
     names = [name] if array is None else [leaf.name for leaf in stored_leaves(array)]
@@ -214,7 +214,7 @@ def _parts_of(name: str, source: Source) -> str:
 
 
 def refuse_quantized(
-    source: Source, names: Collection[str], given: Collection[str], request: Request, like: Leaves | None
+    source: LoadSource, names: Collection[str], given: Collection[str], request: Request, like: Leaves | None
 ) -> None:
     """Refuse quantised leaves among `names`, unless they are asked for as they are stored. All checkpoints of the load
     have the leaves `given`."""
@@ -253,8 +253,8 @@ class TreeReader:
         self.opened: Files | None = None
         self.lock = Lock()
 
-    def read(self, name: str, entry: LeafEntry, region: Box, threads: int | None = None) -> Array:
-        wants = [Want(name, entry, entry.dtype, [region])]
+    def read(self, name: str, entry: LeafEntry, box: Box, threads: int | None = None) -> Array:
+        wants = [Want(name, entry, entry.dtype, [box])]
         reads = plan_reads(wants, self.tree)
         path_to = self.found.store.path_to
         ((array,),) = fetch(
@@ -283,8 +283,8 @@ def check_sha256(found: Found, tree: TreeEntry, expected: Mapping[str, str], thr
     problems: list[str] = []
 
     def check_leaf(name: str, entry: LeafEntry) -> None:
-        regions = pieces(entry.shape, dtype_from_name(entry.dtype).itemsize, _SHA256_BYTES)
-        digest = sha256_of(part for box in regions for part in raw_pieces(reader.read(name, entry, box)))
+        boxes = pieces(entry.shape, dtype_from_name(entry.dtype).itemsize, _SHA256_BYTES)
+        digest = sha256_of(part for box in boxes for part in raw_pieces(reader.read(name, entry, box)))
         if digest != expected[name]:
             where = ", ".join(sorted({tree.path_of(extent.file) for extent in entry.extents}))
             problems.append(f"leaf {name!r} in {where} has SHA-256 {digest}, expected {expected[name]}")
@@ -313,25 +313,24 @@ def _tasks(array: LazyArray, target: LeafTarget, meter: Meter) -> list[Callable[
     """Return tasks that read one array, each a slice that the store holds in few runs."""
     dtype = dtype_from_name(target.dtype)
     outputs: list[tuple[Box, Array]] = [
-        (region, np.ndarray(region.shape, dtype, aligned(dtype.itemsize * region.size)))
-        for region in target.wanted
+        (box, np.ndarray(box.shape, dtype, aligned(dtype.itemsize * box.size))) for box in target.wanted
     ]
     target.arrays = [output for _, output in outputs]
 
     def read(part: Box) -> None:
         elements = array.read(part)
         meter.add(elements.nbytes)
-        for region, output in outputs:
+        for box, output in outputs:
             if not part.start:
                 output[()] = elements
-            elif overlap := part.overlap(region):
-                output[overlap.inside(region).slices] = elements[overlap.inside(part).slices]
+            elif overlap := part.overlap(box):
+                output[overlap.inside(box).slices] = elements[overlap.inside(part).slices]
 
     return [partial(read, part) for box in _boxes(target) for part in _slices(box, array)]
 
 
 def _boxes(target: LeafTarget) -> list[Box]:
-    """Return the boxes to read: one for all regions, unless they lie far apart."""
+    """Return the boxes to read: one for all wanted boxes, unless they lie far apart."""
     around = bounding(target.wanted)
     return [around] if around.size <= 2 * sum(box.size for box in target.wanted) else list(target.wanted)
 
@@ -359,7 +358,7 @@ def _slices(box: Box, array: LazyArray) -> list[Box]:
 # equinox stores arrays and numbers of a tree, and skips other leaves, such as functions.
 
 
-def name_by_order(sources: Sequence[Source], like: Leaves, request: Request) -> Leaves:
+def name_by_order(sources: Sequence[LoadSource], like: Leaves, request: Request) -> Leaves:
     """Name the leaves of the only source as those of `like`. Return the leaves to compare them with."""
     if request.partial or len(sources) > 1:
         nameless = next(source.found.path for source in sources if not source.found.foreign.has_names)
@@ -402,7 +401,7 @@ def _expected(leaf: Any, entry: LeafEntry | None, cast: str | None) -> Any:
     """Return the leaf to compare an entry with: numpy scalars may be of any size, as JAX stores 64 bits as 32."""
     if not isinstance(leaf, np.generic) or entry is None or entry.shape:
         return leaf
-    if kind_of(leaf) is None or kind_of(leaf) is not kind_of_dtype(entry.dtype):
+    if kind_of_number(leaf) is None or kind_of_number(leaf) is not kind_of_dtype(entry.dtype):
         return leaf
     dtype = cast if cast and is_floating(entry.dtype) else entry.dtype
     return np.zeros((), dtype_from_name(dtype))[()]

@@ -17,7 +17,7 @@ from eformer._engine.formats.find import (
 from eformer._engine.formats.others.orbax import inside_run
 from eformer._engine.formats.process_records import unreadable
 from eformer._engine.formats.steps import is_of_orbax, is_run, steps_in
-from eformer._engine.loading.fetch import check
+from eformer._engine.loading.fetch import check_pieces
 from eformer._engine.loading.read_plan import Want
 from eformer._engine.record.digests import xxh3_128
 from eformer._engine.record.text import count, few, glance
@@ -283,7 +283,7 @@ def _damages(found: Found, tree: TreeEntry, meter: Meter) -> list[Damage]:
                     damages.append(_lost(name, tree, extent.file, start, extent.nbytes, lost[extent.file]))
             else:
                 wants.append(Want(name, entry, entry.dtype))
-        check(wants, tree, files, store.read_threads, damages.append, meter, store.read_bytes)
+        check_pieces(wants, tree, files, store.read_threads, damages.append, meter, store.read_bytes)
     finally:
         files.close()
     return damages
