@@ -80,13 +80,13 @@ def test_a_structure_that_cannot_be_rebuilt_is_refused_unless_it_is_not_needed(t
 def test_arrays_are_read_batch_by_batch_and_handed_over_in_order(tmp_path, monkeypatch, batch):
     tree = {f"w{i}": np.full(3, i) for i in range(5)}
     save(tree, tmp_path)
-    events, read = [], load_module.read
+    events, read = [], load_module.read_targets
 
     def recorded(found, entry, targets, *more, **options):
         events.append([target.name for target in targets])
         return read(found, entry, targets, *more, **options)
 
-    monkeypatch.setattr(load_module, "read", recorded)
+    monkeypatch.setattr(load_module, "read_targets", recorded)
     assert_same(
         load(tmp_path, options={"batch": batch}, callback=lambda array, name: events.append(name) or array),
         tree,
@@ -110,7 +110,7 @@ def test_a_tree_without_arrays_is_read_once(tmp_path):
 @pytest.fixture
 def replaced(tmp_path, monkeypatch):
     """The first `times` reads find that a newer save has replaced the checkpoint."""
-    read = load_module.read
+    read = load_module.read_targets
 
     def install(times):
         left = iter(range(times))
@@ -121,7 +121,7 @@ def replaced(tmp_path, monkeypatch):
                 raise FileNotFoundError("a file of the older one")
             read(*arguments, **options)
 
-        monkeypatch.setattr(load_module, "read", replacing)
+        monkeypatch.setattr(load_module, "read_targets", replacing)
 
     save({"old": np.zeros(3)}, tmp_path)
     return install
