@@ -5,11 +5,11 @@ wait                     wait for every save_async of this process
 Run                      save the steps of a training run by rule (Every, Keep), and resume it (Resumed, Step)
 steps, latest            list the steps of a run; the path of the newest one
 follow, score            look at a run from another job: wait for its steps, add metrics to them
-load                     load a tree onto any mesh, with LoadOptions; with return_report a LoadReport, too
+load                     load a tree onto any mesh, with LoadOptions; with return_report, return a LoadReport, too
 abstract                 give the shapes and dtypes of a saved tree, in its structure
 open, inspect            look at the leaves of a checkpoint without loading it; return a View, a Manifest
 verify                   check every byte against its digest; return a Report
-sign                     sign every byte with a private key, which `load` and `verify` check with the public one
+sign                     sign every byte with a private key; `load` and `verify` check it with the public key
 diff                     compare two checkpoints; return a Diff
 report                   show a checkpoint, two of them or a run as a page for a browser; return an HtmlReport
 convert                  write a checkpoint in another format; return a Conversion
@@ -101,7 +101,7 @@ else:
 
 
 def __getattr__(name: str) -> Any:
-    # Late, because some of these modules import jax, which tools that only read files do not need.
+    # Late, because some of these modules import jax, which slows down the start of tools that only read files.
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from eformer._engine.tasks.interrupts import held_back

@@ -1,4 +1,4 @@
-"""List what a load can choose from: the leaves of a tree, below a root, renamed, under the names that `like` has."""
+"""List the leaves that a load can choose from: below a root, renamed, and under the names in `like`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Contents:
     arrays          the records of the arrays
     raw_values      the plain values, as JSON
     raw_structure   the structure, as the text of its JSON
-    computed        those of the arrays that rules make of stored ones
-    stored_names    the names in the structure, if they are others
+    computed        the arrays that rules compute from stored arrays
+    stored_names    the names in the structure, if they differ
     """
 
     arrays: Mapping[str, LeafEntry]
@@ -47,14 +47,14 @@ class Contents:
         return [*self.arrays, *self.raw_values]
 
     def stored(self, name: str) -> Iterable[LeafEntry]:
-        """Return the records of the stored arrays that an array is, or that rules make it of."""
+        """Return the records of the stored arrays that an array is computed from; its own record if it is stored."""
         if name in self.computed:
             return [leaf.entry for leaf in stored_leaves(self.computed[name])]
         return [self.arrays[name]] if name in self.arrays else []
 
     @property
     def functions(self) -> list[str]:
-        """List the leaves that are left to the code."""
+        """List the functions, which a checkpoint leaves to the code."""
         return [name for name, raw in self.raw_values.items() if isinstance(raw, dict) and "code" in raw]
 
     @property
@@ -75,9 +75,9 @@ NOTHING = Contents({}, {}, b"null")
 
 
 def merge_contents(some: Sequence[Contents]) -> Contents:
-    """Return the leaves of all, in nested dicts by their names. Of leaves with one name it has the last.
+    """Return the leaves of all contents, in nested dicts by name. If several have a leaf of one name, the last wins.
 
-    Names that read the same in several of them must be spelled alike, see `named_like`.
+    Names that read the same must be spelled alike, see `named_like`.
     """
     arrays: dict[str, LeafEntry] = {}
     values: dict[str, Any] = {}
@@ -97,27 +97,26 @@ def merge_contents(some: Sequence[Contents]) -> Contents:
 
 
 def below(contents: Contents, root: str) -> Contents | None:
-    """Return the leaves below `root`, a name without its last parts, under the rest of their names; None if there are
-    none."""
+    """Return the leaves below `root`, under the rest of their names; None if no leaf lies below it."""
     found = _below(contents.names, root)
     if not found:
         return None
     part = _part(contents.structure, root, found)
-    if part is None:  # names that only read as if they lay below something, as in a flat dict
+    if part is None:  # a flat dict, in which only the names read as if they lay below a node
         return _in_dicts(contents, found)
     stored = {new: old for old, new in found.items()}
     return replace(_under(contents, found), raw_structure=msgspec.json.encode(part), stored_names=stored)
 
 
 def refuse_root(contents: Contents, root: str) -> NoReturn:
-    """Raise a MismatchError for a root below which there is nothing."""
+    """Raise a MismatchError for a root without leaves below it."""
     known = dict.fromkeys(name.rpartition(".")[0] for name in map(readable, contents.names))
     hint = next(with_nearest([root], filter(None, known)))[1]
     raise MismatchError([f"no leaf is named {root!r} or lies below it{hint}"], context="root")
 
 
 def _part(structure: Any, root: str, names: Mapping[str, str]) -> Any:
-    """Return the part of the structure at the root; None if there is none."""
+    """Return the subtree of the structure at the root; None if the structure has no such node."""
     one = next(iter(names))
     parts = split_name(one)
     starts = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
@@ -129,9 +128,9 @@ def _part(structure: Any, root: str, names: Mapping[str, str]) -> Any:
 
 
 def _below(names: Iterable[str], root: str) -> dict[str, str]:
-    """Return what the leaves at or below the root are called there, by name.
+    """Return the names below the root of the leaves at or below it, by their whole names.
 
-    If the root is the exact name of a subtree, it is that subtree, and not others that read the same.
+    An exact name of a subtree wins over subtrees whose names only read the same.
     """
     spelled = {name: name for name in names}
     for spellings in (spelled, {name: readable(name) for name in spelled}):
@@ -165,7 +164,7 @@ def _in_dicts(contents: Contents, names: Mapping[str, str]) -> Contents:
 
 
 def renamed(contents: Contents, rules: Sequence[Rule], reader: LeafReader) -> tuple[Contents, Renamed]:
-    """Apply rules to the leaves; return them in nested dicts by their new names, and what the rules did."""
+    """Apply rules to the leaves; return the leaves in nested dicts by their new names, and the record of the rules."""
     stored = {
         name: StoredLeaf(reader, name, entry, keeps_small=True) for name, entry in contents.arrays.items()
     }
@@ -189,10 +188,10 @@ def renamed(contents: Contents, rules: Sequence[Rule], reader: LeafReader) -> tu
 
 
 def named_like(contents: Contents, like: Mapping[str, Any]) -> Contents:
-    """Take over the spelling of `like` for leaves that it has under the same name in another spelling.
+    """Spell names as `like` does, if it has the same name in another spelling.
 
-    A flat dict has a dot in a key where a nested one has a level; and in boxes of flax, such as variables of NNX that
-    other programs saved and `nn.Partitioned`, the value is one level below.
+    A flat dict has a dot in a key where a nested dict has a level. In boxes of flax, such as `nn.Partitioned` and
+    variables of NNX that other programs saved, the value is one level below.
     """
     missing = like.keys() - contents.arrays.keys() - contents.raw_values.keys()
     if not missing:

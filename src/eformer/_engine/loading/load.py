@@ -80,7 +80,7 @@ _BETWEEN_RESTARTS = 0.2  # seconds, for all processes to find the newer checkpoi
 
 
 class LoadArguments(TypedDict, total=False):
-    """The arguments that `load` and `Run.resume` share, and that do not change the type of the result."""
+    """The arguments that `load` and `Run.resume` share, without the arguments that change the type of the result."""
 
     partial: bool
     root: str | None
@@ -101,7 +101,7 @@ class LoadArguments(TypedDict, total=False):
 
 
 class _Arguments(LoadArguments, total=False):
-    """The arguments of `load` that do not change the type of its result."""
+    """The arguments of `load`, without the arguments that change the type of the result."""
 
     dequant: Literal[False] | None
     duplicates: Literal["last"] | None
@@ -166,7 +166,7 @@ def load(
     signed_by       a public key, as the path of a PEM file or its content: every byte is checked against
                     the signature of its owner before it is used, see `sign`
 
-    Which leaves, and as what:
+    Which leaves, and in which form:
 
     root            name of a subtree, such as "params.encoder", to load as the whole checkpoint
     keys            names of leaves or subtrees, or patterns such as "layers.*.bias". Without `like`, the
@@ -176,11 +176,11 @@ def load(
     dtype           cast floating leaves to this dtype; "like" casts each to its dtype in `like`
     callback        a function of each array and its name, which returns the replacement
 
-    Into what:
+    Into which tree:
 
     like            a tree of arrays, `ShapeDtypeStruct`s or shardings: the result has its structure,
                     shapes, dtypes and shardings. Functions in it stay as they are
-    into            as `like`, but modules that hold their state, such as those of flax NNX and Keras,
+    into            as `like`, but modules that hold their state, such as modules of flax NNX and Keras,
                     are updated in place
     partial         allow differences: leaves that the checkpoint lacks stay as `like` has them, leaves
                     that `like` lacks are left out; the names of both are logged
@@ -219,7 +219,7 @@ def load(
         >>> state = checkpoint.load("pretrained", like=state, partial=True)
         >>> model = checkpoint.load(["pretrained", "lora"], like=abstract_model)
     """
-    arguments = dict(locals())  # the arguments of a request, by name: all but these two
+    arguments = dict(locals())  # by name; all but these two belong to a request
     del arguments["path"], arguments["return_report"]
     paths = [path] if isinstance(path, _ONE_PATH) else _list_of(path)
     request = request_from(is_list=len(paths) > 1, **arguments)
@@ -234,7 +234,7 @@ def load(
 
 
 def _list_of(paths: Any) -> Sequence[Path]:
-    """Return the paths of several checkpoints to load as one."""
+    """Return the paths of several checkpoints to load as one. Refuse a set, which has no order."""
     if not isinstance(paths, Iterable) or isinstance(paths, (set, frozenset)):
         kind = type(paths).__name__
         raise TypeError(f"the path is of type {kind}; expected a path, or a list of paths in an order")
@@ -262,7 +262,7 @@ def request_from(
     signed_by: Key | None = None,
     **as_they_are: Any,
 ) -> Request:
-    """Return the request that arguments of `load` make. Raise ValueError for arguments that exclude each other."""
+    """Return the arguments of `load` as a request. Raise ValueError for arguments that exclude each other."""
     if like is not None and into is not None:
         raise ValueError("pass like= or into=, not both")
     if signed_by is not None and mmap:
@@ -291,7 +291,7 @@ def log_differences(path: str, report: LoadReport) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoadedTree:
-    """A loaded tree, its record in the checkpoint, and what became of the leaves."""
+    """A loaded tree, its record in the checkpoint, and the report of its leaves."""
 
     tree: Any
     entry: TreeEntry
@@ -300,7 +300,7 @@ class LoadedTree:
 
 @uninterrupted
 def load_tree(paths: Sequence[Path], request: Request) -> LoadedTree:
-    """Load what `request` asks for: one checkpoint, or several as if they were one."""
+    """Load one checkpoint, or several as if they were one, as `request` asks."""
     like = None if request.like is None else flatten(request.like)[0]
     placement = on_current_mesh(request.placement, like)
     if placement is not request.placement:
@@ -317,15 +317,18 @@ def load_tree(paths: Sequence[Path], request: Request) -> LoadedTree:
             return reread_all(paths, Load(request, like, hosts).load, request.signed_by)
     except BaseException as error:
         if hosts:
-            hosts.fail(error)
+            hosts.fail(error)  # so that the other processes raise, too, instead of waiting
         raise
 
 
 @dataclass(slots=True)
 class Load:
-    """A load of what `request` asks for. `like` has the leaves of its tree by name; `hosts` are the processes whose
-    devices the leaves go to, if there are others than this one. `expected` has the
-    leaves to compare with: others than `like` if the checkpoint has no names."""
+    """One load.
+
+    like       the leaves of the tree `like`, by name
+    hosts      the processes whose devices the leaves go to; None if they all belong to this process
+    expected   the leaves to compare with: `like`, unless the checkpoint has no names
+    """
 
     request: Request
     like: Mapping[str, Any] | None
@@ -350,7 +353,7 @@ class Load:
         return LoadedTree(tree, sources[0].entry, selection.report(dropped))
 
     def find(self, found: Found, stack: ExitStack) -> LoadSource:
-        """Read the record of the tree to load, and warn of files beside it that are not read."""
+        """Read the record of the tree to load, and warn of files that are not read and may hold leaves."""
         request = self.request
         found = request.whole_of(found) if request.whole_of else found
         with reading(found):
@@ -367,7 +370,7 @@ class Load:
         return source
 
     def rename(self, sources: Sequence[LoadSource]) -> None:
-        """Give the leaves the names that they have in the tree."""
+        """Give the leaves their names in the loaded tree."""
         request, self.expected = self.request, self.like
         if request.root is not None:
             take_below(sources, request.root)
@@ -380,7 +383,7 @@ class Load:
             spell_alike(sources, self.like)
 
     def select(self, sources: Sequence[LoadSource]) -> tuple[Contents, Selection]:
-        """Choose the leaves to load, and which checkpoint gives each. Refuse leaves that cannot be given as asked."""
+        """Choose the leaves to load, and the checkpoint that gives each. Refuse leaves that do not fit."""
         request, like, is_one = self.request, self.expected, len(sources) == 1
         contents = sources[0].contents if is_one else merge_contents([source.contents for source in sources])
         names = select(contents, request.keys, is_list=request.is_list)
@@ -398,7 +401,7 @@ class Load:
         return contents, selection
 
     def place(self, sources: Sequence[LoadSource], contents: Contents, selection: Selection) -> None:
-        """Decide where the arrays go, and find the boxes of them that this process reads."""
+        """Decide where the arrays go, and find the boxes that this process reads."""
         place_targets(selection.targets, contents, self.request)
         for source in sources:
             if self.request.whole_of:
@@ -407,7 +410,7 @@ class Load:
                 source.locate(source.entry)
 
     def fetch(self, sources: Sequence[LoadSource]) -> dict[str, Any]:
-        """Read the arrays, put them on their devices and hand them to the caller's functions, batch by batch."""
+        """Read the arrays, put them on their devices and pass them to the caller's functions, batch by batch."""
         request = self.request
         arrays: dict[str, Any] = {}
         for source in sources:
@@ -425,7 +428,9 @@ class Load:
             for number, (source, batch) in enumerate(batches):
                 assembled, others = self.read(source, batch, meter)
                 is_last = number == len(batches) - 1
-                if self.hosts and (is_last or request.options.broadcast):  # a broadcast needs all processes
+                if self.hosts and (
+                    is_last or request.options.broadcast
+                ):  # a broadcast moves arrays in all processes together
                     _agree(self.hosts, f"{saves} {number}", is_last=is_last)
                 with gc_paused():
                     assembled |= assemble(others)
@@ -442,7 +447,7 @@ class Load:
     ) -> tuple[dict[str, Any], list[LeafTarget]]:
         """Read a batch. Return the arrays that were streamed to accelerators, and the targets in host memory.
 
-        A broadcast streams nothing: all processes have to read all of a batch before the first array of it moves.
+        A broadcast streams nothing: all processes must have read a whole batch before its first array moves.
         """
         request, found, entry = self.request, source.found, source.entry
         threads = request.threads or found.store.read_threads
@@ -461,13 +466,13 @@ class Load:
     def finish(self, batch: list[LeafTarget], assembled: dict[str, Any], arrays: dict[str, Any]) -> None:
         """Move the assembled arrays of a batch to `arrays`, through the caller's functions."""
         callback = self.request.callback
-        arrived(list(assembled.values()))  # the caller's functions may run programs, see `Transfer`
+        arrived(list(assembled.values()))  # the caller's functions may run programs on them, see `Transfer`
         for target in batch:
             leaf = assembled.pop(target.name)
             leaf = called(target.transform, leaf) if target.transform else leaf
             leaf = called(callback, leaf, target.name) if callback else leaf
             arrays[target.name] = leaf if target.like_scalar is None else as_scalar(leaf, target.like_scalar)
-            target.arrays = ()  # memory that the caller's functions release is freed at once
+            target.arrays = ()  # if the caller's function drops the array, its memory is freed now
 
     def rebuild(self, contents: Contents, selection: Selection, arrays: dict[str, Any]) -> Any:
         """Return the leaves in the structure of `like`, flat by name for `keys`, or in the recorded structure."""
@@ -486,7 +491,7 @@ class Load:
 
 
 def _require_classes(contents: Contents, selection: Selection) -> None:
-    """Refuse a structure that cannot be rebuilt before its data is read: without a structure, a class or a function."""
+    """Refuse a tree that cannot be rebuilt, for lack of a structure, a class or a function, before data is read."""
     if contents.has_structure(UNREADABLE) and UNREADABLE in (structure := contents.structure):
         raise StructureError(structure[UNREADABLE])
     if functions := [name for name, value in selection.values.items() if isinstance(value, LeftToCode)]:
@@ -502,7 +507,7 @@ def _require_classes(contents: Contents, selection: Selection) -> None:
 def _agree(hosts: Hosts, step: str, *, is_last: bool) -> None:
     """Wait for all processes to reach the same step of the same save; start again if they have found different saves.
 
-    Raises if another process has failed.
+    Raise an error if another process has failed.
     """
     if hosts.meet(step.encode(), lambda steps: b"" if len(set(steps)) == 1 else b"again"):
         time.sleep(_BETWEEN_RESTARTS)

@@ -1,4 +1,4 @@
-"""Compute what a load would return, and what it would put on which device, without reading any data."""
+"""Compute the shapes that a load would return, and the bytes on each device, without reading data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MOST_SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A leaf as a load would place it; `spec` is None in host memory or on the default device."""
+    """A leaf as a load would place it. `spec` is None in host memory and on the default device."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """List the bytes that each device would get. `print` shows a table.
+    """List the bytes that a load would put on each device. `print` shows a table.
 
     per_device   bytes by device
     leaves       where each leaf would go, by name
@@ -85,7 +85,7 @@ def _on(devices: Sequence[Any], nbytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Leaf(PlaceableLeaf):
-    """A leaf of a checkpoint or of a tree. `itemsize` is that of an element as the user sees it, such as a PRNG key."""
+    """A leaf of a checkpoint or of a tree. `itemsize` is the bytes of an element that the user sees, such as a key."""
 
     dtype: str = ""
     itemsize: int = 0
@@ -95,7 +95,7 @@ def _leaf(shape: tuple[int, ...], dtype: str, itemsize: int, cast: str | None, *
     """Describe a leaf after a cast of floating elements."""
     if cast is not None and is_floating(dtype):
         dtype, itemsize = cast, dtype_from_name(cast).itemsize
-    config: Any = jax.config  # its attributes have no types
+    config: Any = jax.config  # without types
     is_held = dtype.startswith("key<") or jax_holds(dtype, config.jax_enable_x64)
     return _Leaf(shape, is_host_only=not is_held, dtype=dtype, itemsize=itemsize, **facts)
 
@@ -112,13 +112,13 @@ def placement(
 ) -> Placement:
     """Compute how many bytes `load` with the same arguments would put on each device of the mesh.
 
-    Reads no data. Raises the same errors as `load`: leaves that cannot be placed are listed all at once.
+    Read no data. Raise the errors of `load`: one error lists all leaves that cannot be placed.
 
     path        the path of a checkpoint, or a tree of arrays or `ShapeDtypeStruct`s in its place
     mesh        the mesh to load onto; None for that of `jax.set_mesh`
     rules       where leaves go, by regular expressions; see `load`
     shardings   where leaves go, by name; see `load`
-    prefix      the tree, if there are several
+    prefix      the tree, if the checkpoint has several
     dtype       the dtype that floating leaves are cast to
 
     Example:
@@ -157,7 +157,7 @@ def _of_checkpoint(path: str | os.PathLike[str], prefix: str | None, cast: str |
     found = {}
     for name, entry in look_at(path, lambda found: found.listed(prefix).leaves).items():
         shape = entry.logical_shape
-        inner = math.prod(entry.shape[len(shape) :])  # the numbers inside of a PRNG key
+        inner = math.prod(entry.shape[len(shape) :])  # the numbers of a PRNG key
         itemsize, is_numpy = dtype_from_name(entry.dtype).itemsize * inner, entry.home == "numpy"
         found[name] = _leaf(
             shape, entry.logical_dtype, itemsize, cast, recorded=entry.sharding, is_numpy=is_numpy
@@ -188,10 +188,10 @@ def _numbers(key: Any) -> Any:
 
 @uninterrupted
 def abstract(path: str | os.PathLike[str], *, prefix: str | None = None) -> Any:
-    """Return the tree saved at `path` with a `ShapeDtypeStruct` in the place of every array. Reads no data.
+    """Return the tree saved at `path` with a `ShapeDtypeStruct` in the place of every array. Read no data.
 
-    The structure is the one that `load` without `like` returns, and plain values are themselves. Shardings are not
-    part of it: they belong to the mesh of the save. `prefix` chooses the tree, if there are several.
+    The structure is that of `load` without `like`, and plain values are themselves. Shardings are left out, because
+    they belong to the mesh of the save. `prefix` names the tree, if the checkpoint has several.
 
     Example:
         >>> checkpoint.abstract("run/step-100")["params"]["w"]
@@ -207,7 +207,7 @@ def _described(tree: TreeEntry) -> Any:
     return unflatten(structure, {name: _struct(leaf) for name, leaf in tree.leaves.items()} | tree.values)
 
 
-_ShapeDtypeStruct: Any = jax.ShapeDtypeStruct  # its constructor has no types
+_ShapeDtypeStruct: Any = jax.ShapeDtypeStruct  # without types
 
 
 def _struct(leaf: LeafEntry) -> Any:

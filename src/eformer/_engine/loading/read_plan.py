@@ -1,4 +1,4 @@
-"""Plan which bytes of which files to read for the boxes of leaves that are wanted. Pure: reads nothing."""
+"""Plan the bytes to read, of each file, for the wanted boxes of leaves. Pure: reads nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
     from eformer._engine.record.manifest import Coding, Extent, LeafEntry, TreeEntry
 
-# One read is one system call's worth: large enough for the disk, small enough to stay in the processor's cache.
+# One read is one system call: large enough for the disk, small enough to stay in the processor's cache, where its
+# digests are computed.
 READ_BYTES = 4 * 2**20
 
 # Boxes of a leaf up to this size are read together with their neighbours in the file, and then copied into place.
@@ -37,7 +38,7 @@ _SMALL_BOX = 2**16
 
 
 class Want(Struct, gc=False):
-    """A leaf that is wanted: its record, its dtype after a cast, and the wanted boxes; None for the whole leaf."""
+    """A wanted leaf: its record, its dtype after a cast, and the wanted boxes; None for the whole leaf."""
 
     name: str
     entry: LeafEntry
@@ -53,10 +54,10 @@ class Want(Struct, gc=False):
 class StoredPiece(Struct, frozen=True, gc=False):
     """A piece of a leaf as it lies in a file.
 
-    want      number of the want that it belongs to
-    box       box of the leaf that the piece is; None for the whole leaf, and where `at` says all
+    want      number of its want
+    box       box of the leaf that the piece holds; None for the whole leaf, and if `at` is enough
     target    number of the wanted box that contains the piece
-    at        byte of that box where the piece goes unchanged; -1 if it has to be cut or cast, according to `box`
+    at        byte of the wanted box where the piece goes unchanged; -1 if it has to be cut or cast, according to `box`
     """
 
     file: int
@@ -84,7 +85,7 @@ def plan_reads(
 ) -> list[Read]:
     """Return reads of about `read_bytes`, in file order, for the fewest pieces that cover the wants.
 
-    `is_packed` says that arrays will lie in memory one after the other, in the order of the wants, each of
+    `is_packed` says that arrays will lie in memory side by side, in the order of the wants, each taking
     `packed_nbytes`, so that neighbours can be read together.
     """
     found: list[StoredPiece] = []
@@ -108,18 +109,18 @@ def plan_reads(
                 found.extend(_whole_pieces(index, entry, extent, start, tree.block, numbers))
             else:
                 found.extend(_stored_pieces(index, want, extent, start, tree.block))
-    found.sort(key=attrgetter("offset"))  # one after the other: numbers compare quicker than pairs
+    found.sort(key=attrgetter("offset"))  # two sorts: numbers compare faster than pairs
     found.sort(key=attrgetter("file"))
     return list(_adjacent(found, read_bytes, wants if is_packed else ()))
 
 
 def packed_nbytes(nbytes: int) -> int:
-    """Return how much memory an array takes up: the next one is aligned."""
+    """Return the memory that an array takes up, so that the next array is aligned."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _piece_numbers(want: Want, block: int) -> range | None:
-    """Return the numbers of the pieces that are wanted, if they are consecutive; None if they have to be cut."""
+    """Return the numbers of the wanted pieces, if they are consecutive and whole; None if pieces have to be cut."""
     entry = want.entry
     itemsize = dtype_from_name(entry.dtype).itemsize
     if want.boxes is None:
@@ -138,14 +139,14 @@ def _piece_numbers(want: Want, block: int) -> range | None:
 
 @lru_cache(64)
 def _piece_ends(shape: tuple[int, ...], itemsize: int, block: int) -> tuple[int, ...]:
-    """Return where the pieces of an array end, after 0, where the first one begins."""
+    """Return the byte where the first piece of an array begins, which is 0, and the bytes where all pieces end."""
     return tuple(accumulate(piece_sizes(shape, itemsize, block), initial=0))
 
 
 def _whole_pieces(
     index: int, entry: LeafEntry, extent: Extent, start: int, block: int, numbers: range
 ) -> Iterator[StoredPiece]:
-    """Yield consecutive pieces of a leaf that are wanted unchanged."""
+    """Yield consecutive pieces of a leaf that go into its array unchanged."""
     ends = _piece_ends(entry.shape, dtype_from_name(entry.dtype).itemsize, block)
     first = ends[numbers.start]
     for number in numbers:
@@ -185,7 +186,7 @@ def _stored_pieces(index: int, want: Want, extent: Extent, start: int, block: in
         for numbered in pieces_in(part.inside(stored), stored.shape, itemsize, block)
     )
     for number, piece in zip(found, shifted(found.values(), stored.start), strict=True):
-        before = offset_within(piece, stored) or 0  # elements of the extent; a piece is one run of them
+        before = offset_within(piece, stored) or 0  # elements of the extent, in which a piece is contiguous
         digest = extent.digests[DIGEST_DIGITS * number : DIGEST_DIGITS * (number + 1)]
         target, at = _position(piece, boxes, itemsize) if want.dtype == entry.dtype else (-1, -1)
         nbytes = itemsize * piece.size
@@ -203,19 +204,19 @@ def _position(piece: Box, boxes: Sequence[Box], itemsize: int) -> tuple[int, int
 
 
 def _go_together(a: StoredPiece, b: StoredPiece, packed: Sequence[Want]) -> bool:
-    """Tell whether two adjacent pieces can share a read: small leaves can, and pieces that are adjacent in memory."""
+    """Tell whether two adjacent pieces can share a read. Small leaves can, and pieces that are adjacent in memory."""
     if a.at < 0 or b.at < 0:
         return a.at == b.at and (a.box is None) == (b.box is None)
     if a.want == b.want:
         return a.target == b.target and a.at + a.nbytes == b.at
     end = a.at + a.nbytes
-    # Only the first box of an array begins where the array before it ends.
+    # Of an array with several boxes, only the first box lies beside the array before.
     is_next = a.want + 1 == b.want < len(packed) and b.target == b.at == 0
     return is_next and end == packed_nbytes(_nbytes(packed[a.want]))
 
 
 def _nbytes(want: Want) -> int:
-    """Return how much memory the array that is wanted takes."""
+    """Return the bytes of the wanted array."""
     boxes = want.boxes
     size = math.prod(want.entry.shape) if boxes is None else sum(box.size for box in boxes)
     return size * dtype_from_name(want.dtype).itemsize
