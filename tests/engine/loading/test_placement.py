@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from eformer._engine.loading import placement
+from eformer._engine.loading import pinned_stream, placement
 from eformer._engine.loading.contents import Contents
 from eformer._engine.loading.placement import (
     current_mesh,
@@ -231,9 +231,9 @@ def test_a_leaf_that_no_two_processes_hold_is_not_broadcast():
 
 
 def test_what_a_cpu_device_holds_is_not_streamed():
-    assert placement._accelerator(None, None) is None
-    assert placement._accelerator(SingleDeviceSharding(jax.devices()[0]), None) is None
+    assert pinned_stream._accelerator(None, None) is None
+    assert pinned_stream._accelerator(SingleDeviceSharding(jax.devices()[0]), None) is None
 
 
 def test_a_numpy_array_is_not_streamed():
-    assert placement.accelerator_of(target(as_numpy=True)) is None
+    assert pinned_stream.accelerator_of(target(as_numpy=True)) is None

@@ -11,16 +11,17 @@ import msgspec
 from eformer._engine.formats.nested_names import nested_spelled
 from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.manifest import UNREADABLE, LeafEntry, parse_structure
-from eformer._engine.record.names import BARE_LEAF, readable, split_name, with_nearest
+from eformer._engine.record.names import BARE_LEAF, readable, resolve, split_name, with_nearest
 from eformer._engine.record.rename import apply, refuse_transformed_keys
-from eformer._engine.trees.unflatten import leaves_of, part_of
-from eformer.errors import MismatchError
+from eformer._engine.record.text import few
+from eformer._engine.record.values import LeftToCode
+from eformer._engine.trees.unflatten import leaves_of, part_of, unflatten
+from eformer.errors import MismatchError, StructureError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from eformer._engine.record.lazy_arrays import LeafReader
-    from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.planned import LazyArray
     from eformer._engine.record.rename import Renamed, Rule
 
@@ -46,6 +47,22 @@ class Contents:
     def names(self) -> list[str]:
         return [*self.arrays, *self.raw_values]
 
+    def select(self, keys: Collection[str] | None, *, is_list: bool = False) -> dict[str, None]:
+        """Return the names of the leaves that `keys` select, in the order of the tree; all names for None.
+
+        In the merged leaves of a list of checkpoints, a subtree may be nested in one checkpoint and flat in another.
+        """
+        names = dict.fromkeys(self.names)
+        if keys is None:
+            return names
+        chosen, problems = resolve(keys, names)
+        if problems:
+            raise MismatchError(problems, context="keys")
+        if not is_list:
+            return chosen
+        subtrees = tuple(f"{key}." for key in keys)
+        return {name: None for name in names if name in chosen or readable(name).startswith(subtrees)}
+
     def stored(self, name: str) -> Iterable[LeafEntry]:
         """Return the records of the stored arrays that an array is computed from; its own record if it is stored."""
         if name in self.computed:
@@ -65,10 +82,17 @@ class Contents:
         """Tell whether the structure has nodes of one of these kinds."""
         return any(b'"%s":' % kind.encode() in self.raw_structure for kind in kinds)
 
-
-def contents_of(tree: TreeEntry) -> Contents:
-    """Return all leaves of a tree."""
-    return Contents(tree.leaves, tree.raw_values, bytes(tree.structure))
+    def require_rebuildable(self, values: Mapping[str, Any]) -> None:
+        """Refuse a tree that cannot be rebuilt, for lack of a structure, a class or a function, before data is read."""
+        if self.has_structure(UNREADABLE) and UNREADABLE in (structure := self.structure):
+            raise StructureError(structure[UNREADABLE])
+        if functions := [name for name, value in values.items() if isinstance(value, LeftToCode)]:
+            raise StructureError(
+                f"leaves are functions, which a checkpoint leaves to the code: {few(functions)}; pass like= with a "
+                "tree that has them, or keys= for the other leaves"
+            )
+        if self.has_structure("namedtuple", "dataclass", "node"):
+            unflatten(self.structure, dict.fromkeys(self.stored_names.values() or self.names))
 
 
 NOTHING = Contents({}, {}, b"null")

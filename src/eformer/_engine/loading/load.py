@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, over
 from eformer._engine.formats.find import ReplacedError, reading, reread_all
 from eformer._engine.formats.process_records import ListedTree
 from eformer._engine.loading.assemble import assemble, change_shapes
-from eformer._engine.loading.contents import contents_of, merge_contents
+from eformer._engine.loading.contents import Contents, merge_contents
 from eformer._engine.loading.pinned_stream import stream, streamable
 from eformer._engine.loading.placement import on_current_mesh, place_targets, processes_of
 from eformer._engine.loading.read import read_targets, require_boxes
 from eformer._engine.loading.request import LoadReport, PlacementRequest, Request
-from eformer._engine.loading.select import as_scalar, compare, select
+from eformer._engine.loading.select import as_scalar, compare
 from eformer._engine.loading.sources import (
     LoadSource,
     TreeReader,
@@ -35,12 +35,11 @@ from eformer._engine.loading.sources import (
     take_below,
 )
 from eformer._engine.processes import hosts as _hosts
-from eformer._engine.record.manifest import UNREADABLE, parse_structure
+from eformer._engine.record.manifest import parse_structure
 from eformer._engine.record.names import BARE_LEAF
 from eformer._engine.record.options import LoadOptions, options_from
 from eformer._engine.record.rename import rules_from
 from eformer._engine.record.text import few
-from eformer._engine.record.values import LeftToCode
 from eformer._engine.stores.cache import caching
 from eformer._engine.stores.keys import public_key
 from eformer._engine.stores.store_options import remember
@@ -51,7 +50,6 @@ from eformer._engine.tasks.progress import SILENT, is_wanted, metered
 from eformer._engine.trees.devices import arrived
 from eformer._engine.trees.flatten import flatten, transient_in
 from eformer._engine.trees.unflatten import unflatten, unflatten_like
-from eformer.errors import StructureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +58,6 @@ if TYPE_CHECKING:
     import jax
 
     from eformer._engine.formats.found import Found
-    from eformer._engine.loading.contents import Contents
     from eformer._engine.loading.request import Resize, Rules
     from eformer._engine.loading.select import LeafTarget, Selection
     from eformer._engine.processes.hosts import Hosts
@@ -223,8 +220,9 @@ def load(
     del arguments["path"], arguments["return_report"]
     paths = [path] if isinstance(path, _ONE_PATH) else _list_of(path)
     request = request_from(is_list=len(paths) > 1, **arguments)
-    for each in paths:
-        remember(each, request.options.store_options)
+    if request.options.store_options:
+        for each in paths:
+            remember(each, request.options.store_options)
     loaded = load_tree(paths, request)
     if return_report:
         return loaded.tree, loaded.report
@@ -267,6 +265,7 @@ def request_from(
         raise ValueError("pass like= or into=, not both")
     if signed_by is not None and mmap:
         raise ValueError("mmap=True excludes signed_by=: mapped files may change after they were checked")
+    options = options_from(options, LoadOptions)
     return Request(
         like=like if into is None else into,
         in_place=into is not None,
@@ -277,7 +276,7 @@ def request_from(
         placement=PlacementRequest(mesh=mesh, rules=rules, shardings=shardings),
         verify=not mmap if verify is None else verify,
         mmap=mmap,
-        options=options_from(options, LoadOptions),
+        options=options,
         signed_by=None if signed_by is None else public_key(signed_by),
         **as_they_are,
     )
@@ -360,7 +359,9 @@ class Load:
             needs_all = request.rename is not None or request.sha256 is not None
             entry = found.tree(request.prefix) if needs_all else found.listed(request.prefix)
             paths = found.left_out(request.prefix)
-            source = LoadSource(found, entry, contents_of(entry))
+            source = LoadSource(
+                found, entry, Contents(entry.leaves, entry.raw_values, bytes(entry.structure))
+            )
         if found.foreign.refused and not request.partial:
             refuse_kinds(found, request.keys)
         if paths:
@@ -386,7 +387,7 @@ class Load:
         """Choose the leaves to load, and the checkpoint that gives each. Refuse leaves that do not fit."""
         request, like, is_one = self.request, self.expected, len(sources) == 1
         contents = sources[0].contents if is_one else merge_contents([source.contents for source in sources])
-        names = select(contents, request.keys, is_list=request.is_list)
+        names = contents.select(request.keys, is_list=request.is_list)
         if BARE_LEAF in names and len(names) > 1 and request.keys is None and not request.partial:
             refuse_bare_leaf(sources)
         given = [names] if is_one else owned(sources, names, request, like)
@@ -395,7 +396,7 @@ class Load:
                 refuse_quantized(source, own, names, request, like)
         selection = compare(contents, names, request, like)
         if like is None and request.keys is None:
-            _require_classes(contents, selection)
+            contents.require_rebuildable(selection.values)
         for source, own in zip(sources, given, strict=True):
             source.targets = [target for target in selection.targets if target.name in own]
         return contents, selection
@@ -488,20 +489,6 @@ class Load:
         stored = contents.stored_names
         leaves = {stored[name]: leaf for name, leaf in leaves.items()} if stored else leaves
         return unflatten(parse_structure(contents.raw_structure), leaves)
-
-
-def _require_classes(contents: Contents, selection: Selection) -> None:
-    """Refuse a tree that cannot be rebuilt, for lack of a structure, a class or a function, before data is read."""
-    if contents.has_structure(UNREADABLE) and UNREADABLE in (structure := contents.structure):
-        raise StructureError(structure[UNREADABLE])
-    if functions := [name for name, value in selection.values.items() if isinstance(value, LeftToCode)]:
-        raise StructureError(
-            f"leaves are functions, which a checkpoint leaves to the code: {few(functions)}; pass like= with a tree "
-            "that has them, or keys= for the other leaves"
-        )
-    if contents.has_structure("namedtuple", "dataclass", "node"):
-        names = contents.stored_names.values() or contents.names
-        unflatten(contents.structure, dict.fromkeys(names))
 
 
 def _agree(hosts: Hosts, step: str, *, is_last: bool) -> None:

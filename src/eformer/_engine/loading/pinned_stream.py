@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -22,19 +22,20 @@ from eformer._engine.loading.assemble import assemble
 from eformer._engine.loading.device_put import PutShards, Transfer, default_device, wait_for
 from eformer._engine.loading.fetch import aligned
 from eformer._engine.loading.large_leaves import LargeLeaf, Part
-from eformer._engine.loading.placement import accelerator_of
+from eformer._engine.loading.placement import default_memory
 from eformer._engine.loading.read import Reading, require_unwritten
 from eformer._engine.loading.read_plan import packed_nbytes, plan_reads
 from eformer._engine.loading.slot_split import Split, splits_of
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.tasks.pool import run_all
 from eformer._engine.tasks.progress import SILENT, Meter
-from eformer._engine.trees.devices import page_locked
+from eformer._engine.trees.devices import page_locked, takes_host_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import numpy as np
+    from jax.sharding import Sharding
 
     from eformer._engine.formats.found import Found
     from eformer._engine.loading.select import LeafTarget
@@ -66,6 +67,24 @@ def streamable(targets: list[LeafTarget]) -> tuple[list[LeafTarget], list[LeafTa
         return [], targets
     names = {target.name for target in streamed}
     return streamed, [target for target in targets if target.name not in names]
+
+
+def accelerator_of(target: LeafTarget) -> Any:
+    """Return one of the target's devices if all of them are accelerators with memory of their own; None otherwise."""
+    return None if target.as_numpy else _accelerator(target.sharding, _config.jax_default_device)
+
+
+@lru_cache(1024)
+def _accelerator(sharding: Sharding | None, default: Any) -> Any:
+    if sharding is None:
+        devices = [default_device(default)]
+    elif sharding.memory_kind in (None, default_memory(sharding)):
+        devices = list(sharding.addressable_devices)
+    else:
+        devices = []
+    if any(device.platform == "cpu" or takes_host_memory(device) for device in devices):
+        return None
+    return next(iter(devices), None)
 
 
 def stream(

@@ -24,7 +24,7 @@ from eformer._engine.loading.rules import (
 )
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.dtypes import dtype_from_name
-from eformer._engine.trees.devices import PACKED, takes_host_memory
+from eformer._engine.trees.devices import PACKED
 from eformer._engine.trees.shardings import AnnotatedShape
 from eformer.errors import MismatchError
 
@@ -160,7 +160,7 @@ def _as_saved(target: LeafTarget) -> Sharding | None:
         return None
     if dict(wanted.mesh.shape) != saved.mesh or dtype_from_name(target.dtype) in PACKED:
         return None
-    if saved.memory_kind is not None or wanted.memory_kind not in (None, _default_memory(wanted)):
+    if saved.memory_kind is not None or wanted.memory_kind not in (None, default_memory(wanted)):
         return None
     found = NamedSharding(wanted.mesh, PartitionSpec(*saved.spec))
     return None if found.is_equivalent_to(wanted, len(target.entry.logical_shape)) else found
@@ -251,7 +251,7 @@ def _disjoint(sharding: Sharding, shape: tuple[int, ...], dtype: np.dtype[Any]) 
     """
     if not isinstance(sharding, NamedSharding):
         return None
-    if sharding.memory_kind not in (None, _default_memory(sharding)):
+    if sharding.memory_kind not in (None, default_memory(sharding)):
         return None
     nbytes = dtype.itemsize * math.prod(sharding.shard_shape(shape))
     if nbytes < _WORTH_BROADCASTING or not _is_shared(sharding, shape) or dtype in PACKED:
@@ -317,24 +317,7 @@ def refuse_on_devices(leaves: Iterable[tuple[str, str, tuple[int, ...]]]) -> Non
         )
 
 
-def accelerator_of(target: LeafTarget) -> Any:
-    """Return one of the target's devices if all of them are accelerators with memory of their own; None otherwise."""
-    return None if target.as_numpy else _accelerator(target.sharding, _config.jax_default_device)
-
-
-@lru_cache(1024)
-def _accelerator(sharding: Sharding | None, default: Any) -> Any:
-    if sharding is None:
-        devices = [default_device(default)]
-    elif sharding.memory_kind in (None, _default_memory(sharding)):
-        devices = list(sharding.addressable_devices)
-    else:
-        devices = []
-    if any(device.platform == "cpu" or takes_host_memory(device) for device in devices):
-        return None
-    return next(iter(devices), None)
-
-
-def _default_memory(sharding: Sharding) -> str:
+def default_memory(sharding: Sharding) -> str:
+    """Return the kind of memory that a device of the sharding uses by default."""
     device: Any = next(iter(sharding.device_set))
     return str(device.default_memory().kind)

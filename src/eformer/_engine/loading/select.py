@@ -1,4 +1,4 @@
-"""Select the leaves to load, compare them with `like`, and describe the array or value that each becomes."""
+"""Compare the selected leaves with `like`, and describe the array or value that each becomes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from eformer._engine.loading.request import LoadReport
 from eformer._engine.loading.rules import PartitionSpec
 from eformer._engine.record.dtypes import DTYPES, is_floating
 from eformer._engine.record.manifest import LeafEntry
-from eformer._engine.record.names import readable, resolve, split_name, with_nearest
+from eformer._engine.record.names import readable, split_name, with_nearest
 from eformer._engine.record.text import few
 from eformer._engine.record.values import LeftToCode, value_from_json
 from eformer._engine.trees.nodes import is_code
@@ -44,23 +44,6 @@ _CASTS = '; dtype="like" casts it'  # never wrong: with dtype="like" no dtype of
 _ARRAYS = (jax.ShapeDtypeStruct, jax.Array, np.ndarray)
 
 logger = logging.getLogger("eformer")
-
-
-def select(contents: Contents, keys: Collection[str] | None, *, is_list: bool = False) -> dict[str, None]:
-    """Return the names of the leaves that `keys` select, in the order of the tree; all names for None.
-
-    In the merged leaves of a list of checkpoints, a subtree may be nested in one checkpoint and flat in another.
-    """
-    names = dict.fromkeys(contents.names)
-    if keys is None:
-        return names
-    chosen, problems = resolve(keys, names)
-    if problems:
-        raise MismatchError(problems, context="keys")
-    if not is_list:
-        return chosen
-    subtrees = tuple(f"{key}." for key in keys)
-    return {name: None for name in names if name in chosen or readable(name).startswith(subtrees)}
 
 
 class LeafTarget(Want, gc=False):
