@@ -187,20 +187,17 @@ def main() -> None:
     }
 
     results = report.Results(found, workload_facts(workloads), cells)
-    write(results, args.out, args.name or ("quick" if args.quick else "full"), pythons["peers"])
+    write(results, args.out, args.name or ("quick" if args.quick else "full"))
     print(report.markdown(results))
     failed = [cell for cell in cells if cell["system"].startswith(("eformer", "limit")) and "error" in cell]
     if failed:
         sys.exit("\n".join(f"{c['workload']}, {c['system']}: {c['error']}" for c in failed))
 
 
-def write(results: report.Results, directory: Path, name: str, plotting_python: str) -> None:
+def write(results: report.Results, directory: Path, name: str) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / f"{name}.md").write_text(report.markdown(results) + "\n")
     (directory / f"{name}.json").write_text(report.as_json(results))
-    plot = [plotting_python, str(HERE / "plot.py"), str(directory / f"{name}.json")]
-    if subprocess.run(plot).returncode:
-        say("there is no picture: see above")
 
 
 def workload_facts(workloads: Sequence[Workload]) -> dict[str, dict[str, Any]]:

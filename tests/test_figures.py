@@ -1,5 +1,6 @@
-"""The figures on the pages are those of the committed results: `python bench/page.py` puts the tables there."""
+"""The figures on the pages are those of the committed results: `python bench/charts.py` draws them."""
 
+import importlib
 import re
 import sys
 
@@ -9,29 +10,35 @@ from support.pages import ROOT
 
 
 @pytest.fixture(scope="module")
-def page():
-    before, bench = set(sys.modules), str(ROOT / "bench")
-    sys.path.insert(0, bench)
+def bench():
+    """The modules of bench/, which are no package; other directories have modules of the same names."""
+    before, place = set(sys.modules), str(ROOT / "bench")
+    sys.path.insert(0, place)
     try:
-        import page
+        yield importlib.import_module
     finally:
-        sys.path.remove(bench)
-    yield page
-    for name in set(sys.modules) - before:  # others have modules of the same names
-        if str(getattr(sys.modules[name], "__file__", None)).startswith(bench):
+        sys.path.remove(place)
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(place):
             del sys.modules[name]
 
 
-def test_the_tables_of_the_speed_page_are_those_of_the_results(page):
-    text = page.PAGE.read_text("utf-8")
-    assert set(re.findall(r"<!-- bench: (\w+) -->", text)) == set(page.blocks())
-    assert text == page.filled(text), "run: python bench/page.py"
+@pytest.fixture(scope="module")
+def page(bench):
+    return bench("page")
 
 
-def test_a_figure_that_was_changed_by_hand_is_noticed(page):
-    text = page.PAGE.read_text("utf-8")
-    changed = text.replace(" of the limit |", "9 of the limit |", 1)
-    assert changed != page.filled(changed)
+def test_the_charts_are_those_of_the_results(bench):
+    charts = bench("charts")
+    drawn = charts.charts()
+    assert {path.name for path in charts.CHARTS.iterdir()} == set(drawn)
+    for name, text in drawn.items():
+        assert (charts.CHARTS / name).read_text("utf-8") == text, "run: python bench/charts.py"
+
+
+def test_the_speed_page_shows_every_chart(bench):
+    text = (ROOT / "docs" / "speed.md").read_text("utf-8")
+    assert set(re.findall(r"\(charts/([^)]+)\)", text)) == set(bench("charts").charts())
 
 
 def test_the_committed_tables_are_those_of_the_committed_numbers(page):
@@ -39,7 +46,8 @@ def test_the_committed_tables_are_those_of_the_committed_numbers(page):
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "docs/index.md", "docs/guides/training-run.md", "docs/guides/buckets.md"]
+    "name",
+    ["README.md", "docs/index.md", "docs/speed.md", "docs/guides/training-run.md", "docs/guides/buckets.md"],
 )
 def test_sentences_that_repeat_a_result_are_right(page, name):
     text = " ".join((ROOT / name).read_text("utf-8").split())

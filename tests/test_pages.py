@@ -12,7 +12,6 @@ TO_WRAP = {
     "README.md",
     "docs/design/decisions.md",
     "docs/guides/from-orbax.md",
-    "docs/speed.md",
 }
 OF_OTHER_PACKAGES = {"eformer/jaximus/__init__.py"}
 PLACES = ["", "src/eformer/_engine", "src/eformer"]

@@ -1,4 +1,4 @@
-"""Checkpoints for JAX that are never wrong, never half, and as fast as the machine."""
+"""Checkpoints for JAX that load exactly as you saved them, or tell you which bytes are damaged."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,6 +1,6 @@
 """Ctrl-C at any line of a call: afterwards a newer tree is saved and loaded, nothing hangs, and nothing is left open.
 
-EFORMER_INTERRUPTS says how many lines apart: 61, or 4 by `make faults`. With 1 it takes half an hour.
+EFORMER_INTERRUPTS says how many lines apart: 151, or 4 by `make faults`. With 1 it takes half an hour.
 """
 
 import os
@@ -15,7 +15,7 @@ from support.interrupting import PATIENCE, Calls
 
 TESTS = Path(__file__).parent.parent
 IS_THOROUGH = os.environ.get("EFORMER_SAMPLE") == "1" or os.environ.get("EFORMER_FAULTS_STRIDE") == "1"
-STRIDE = int(os.environ.get("EFORMER_INTERRUPTS", "4" if IS_THOROUGH else "61"))
+STRIDE = int(os.environ.get("EFORMER_INTERRUPTS", "4" if IS_THOROUGH else "151"))
 CALLS = [
     name
     for name in vars(Calls)

@@ -63,7 +63,7 @@ def _sign(case: Case, name: str) -> None:
         for file in signed
         if file.isprintable()
     ]
-    case.files[name] = sign_files(digests, _SIGNER)
+    case.files[name] = sign_files(digests, _SIGNER.id, _SIGNER.sign)
 
 
 def _stamp_all(case: Case) -> None:

@@ -188,6 +188,11 @@ def _manager() -> dict[str, Any]:
     return {"state": state(), "mesh": mesh("model"), "P": P}
 
 
+@stage("docs/guides/recipes.md")
+def _recipes() -> dict[str, Any]:
+    return {}
+
+
 @stage("docs/guides/training-run.md")
 def training_run() -> dict[str, Any]:
     def evaluate(path: str) -> float:
