@@ -106,19 +106,19 @@ class _Arguments(LoadArguments, total=False):
 
 @overload
 def load(
-    path: Path | Sequence[Path], *, like: T, return_report: Literal[True], **others: Unpack[_Arguments]
+    path: Path | Sequence[Path], *, like: T, return_report: Literal[True], **arguments: Unpack[_Arguments]
 ) -> tuple[T, LoadReport]: ...
 @overload
 def load(
-    path: Path | Sequence[Path], *, into: T, return_report: Literal[True], **others: Unpack[_Arguments]
+    path: Path | Sequence[Path], *, into: T, return_report: Literal[True], **arguments: Unpack[_Arguments]
 ) -> tuple[T, LoadReport]: ...
 @overload
-def load(path: Path | Sequence[Path], *, like: T, **others: Unpack[_Arguments]) -> T: ...
+def load(path: Path | Sequence[Path], *, like: T, **arguments: Unpack[_Arguments]) -> T: ...
 @overload
-def load(path: Path | Sequence[Path], *, into: T, **others: Unpack[_Arguments]) -> T: ...
+def load(path: Path | Sequence[Path], *, into: T, **arguments: Unpack[_Arguments]) -> T: ...
 @overload
 def load(
-    path: Path | Sequence[Path], *, return_report: bool = False, **others: Unpack[_Arguments]
+    path: Path | Sequence[Path], *, return_report: bool = False, **arguments: Unpack[_Arguments]
 ) -> Any: ...
 def load(
     path: Path | Sequence[Path],
