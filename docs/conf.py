@@ -60,6 +60,7 @@ RESULTS = {
     "Report",
     "Resumed",
     "Step",
+    "Verification",
     "View",
 }
 

@@ -20,8 +20,8 @@ CALLS = {name: (call, text) for name, call, text in calls()}
 
 # What functions return: their fields are described, and nobody makes them.
 RESULTS = {
-    "Conversion", "Diff", "HtmlReport", "LoadReport", "Manifest", "PathStat", "Pending", "Placement", "Pruned", "Report", "Resumed", "Step",
-    "View",
+    "Conversion", "Diff", "LoadReport", "Manifest", "PathStat", "Pending", "Placement", "Pruned", "Report", "Resumed", "Step",
+    "Verification", "View",
 }  # fmt: skip
 MAIN = [
     *("abstract", "convert", "diff", "follow", "inspect", "latest", "load", "open", "placement", "prune"),

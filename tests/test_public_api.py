@@ -217,11 +217,11 @@ def test_the_engine_offers_what_is_documented_and_no_more():
         "Conversion",
         "Diff",
         "Every",
-        "HtmlReport",
         "Keep",
         "LoadOptions",
         "LoadReport",
         "Manifest",
+        "Near",
         "Pending",
         "Placement",
         "Pruned",
@@ -230,6 +230,7 @@ def test_the_engine_offers_what_is_documented_and_no_more():
         "Run",
         "SaveOptions",
         "Step",
+        "Verification",
         "View",
     }
     assert set(eformer.checkpoint.__all__) == set(CHECKPOINT) | nouns

@@ -1,7 +1,7 @@
-"""Warn, once, if another package called eformer is installed, or if its removal has taken files of this one.
+"""Warn once if another package called eformer is installed, or if its removal has removed files of this package.
 
-The distribution `eformer` has the import name of `eformer-checkpoint`, and pip does not know that. The package
-that is installed last overwrites files of the first, and removing one removes files of both.
+The distribution `eformer` has the import name of `eformer-checkpoint`, and pip does not know that. The second package
+to be installed overwrites files of the first, and removing either package removes files of both.
 """
 
 import os
@@ -20,7 +20,7 @@ def find_problem() -> str | None:
         if os.path.isfile(f"{place or '.'}/{_MARK}"):  # noqa: PTH113
             return (
                 f"{place or '.'}/eformer has files of the package eformer, which has the import name of "
-                "eformer-checkpoint; each overwrites or hides files of the other, so one environment can have only one"
+                "eformer-checkpoint; each overwrites or hides files of the other, so an environment can have only one"
             )
     return None
 

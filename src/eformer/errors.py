@@ -1,21 +1,22 @@
-"""The error tree. Every error also inherits the builtin that callers already catch.
+"""The error tree. Every error also inherits the built-in error that callers already catch.
 
 EformerError
 ├── FormatError      (ValueError)   bytes do not follow their format
 │   ├── VersionError                a newer eformer wrote it
-│   └── CorruptionError             bytes are not what was saved
-├── SignatureError   (ValueError)   not signed, or not by the key that was given
-│   └── AlteredError                files are not what was signed; also a CorruptionError
+│   └── CorruptionError             bytes differ from the saved ones
+├── SignatureError   (ValueError)   not signed, or not by the given key
+│   └── AlteredError                files differ from the signed ones; also a CorruptionError
 ├── NotFoundError    (FileNotFound- no checkpoint at this path
 │                     Error)
 ├── MismatchError    (ValueError)   the data and the target disagree; lists every difference
-├── QuantizedError   (ValueError)   the weights are not numbers without their scales
+├── QuantizedError   (ValueError)   the weights are meaningless without their scales
 ├── StructureError   (ValueError)   a tree's structure cannot be recorded or rebuilt
 ├── LeafError        (TypeError,    a leaf cannot be stored, because of its type
 │                     ValueError)   or its value
 ├── ProcessError     (RuntimeError) another process failed, or made a different call
 │   └── ProcessTimeoutError         another process did not answer in time; also a TimeoutError
-└── SupersededError  (RuntimeError) another job has become the writer of a run
+├── SupersededError  (RuntimeError) another job has become the writer of a run
+└── LeaseLostError   (RuntimeError) a save to a bucket took so long that another save removed its files
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _MOST_SHOWN = 50
 
 
 class EformerError(Exception):
-    """The base class of all errors that eformer raises itself."""
+    """The base class of the errors of eformer."""
 
 
 class FormatError(EformerError, ValueError):
@@ -39,19 +40,19 @@ class FormatError(EformerError, ValueError):
 
 
 class VersionError(FormatError):
-    """A newer eformer wrote it, in a format that this one does not know."""
+    """A newer eformer wrote the checkpoint, in a format that this version does not know."""
 
 
 class CorruptionError(FormatError):
-    """The bytes are not what was saved: they changed, or are missing."""
+    """The bytes have changed since they were saved, or are missing."""
 
 
 class SignatureError(EformerError, ValueError):
-    """A checkpoint is not signed, or not by the key that was given, or its signature cannot be read."""
+    """A checkpoint is not signed, is not signed by the given key, or its signature cannot be read."""
 
 
 class AlteredError(SignatureError, CorruptionError):
-    """The files of a signed checkpoint are not those that were signed."""
+    """The files of a checkpoint differ from the signed files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Damage:
     file      the path of the file in the checkpoint; empty if the checkpoint cannot be read at all
     start     the first damaged byte
     stop      the byte after the last; 0 if a file cannot be read at all
-    problem   what is wrong with them
+    problem   a description of the damage
     """
 
     leaf: str
@@ -82,7 +83,7 @@ class NotFoundError(EformerError, FileNotFoundError):
 
 
 class MismatchError(EformerError, ValueError):
-    """The data and the target disagree. `problems` has one line for each difference, `advice` says what would help."""
+    """The data and the target disagree. `problems` has one line for each difference, and `advice` suggests a remedy."""
 
     def __init__(self, problems: Sequence[str], context: str = "", advice: str = "") -> None:
         # As arguments, so that the error survives being pickled.
@@ -104,7 +105,7 @@ class MismatchError(EformerError, ValueError):
 
 
 class QuantizedError(EformerError, ValueError):
-    """The weights of a checkpoint are quantised: their elements are not numbers of the model without their scales."""
+    """The weights of a checkpoint are quantised: without their scales they are not the numbers of the model."""
 
 
 class StructureError(EformerError, ValueError):
@@ -116,12 +117,16 @@ class LeafError(EformerError, TypeError, ValueError):
 
 
 class ProcessError(EformerError, RuntimeError):
-    """Another of the processes that work together failed, or made a different call."""
+    """Another process of the same save or load failed, or made a different call."""
 
 
 class ProcessTimeoutError(ProcessError, TimeoutError):
-    """Another of the processes that work together did not answer in time."""
+    """Another process of the same save or load did not answer in time."""
 
 
 class SupersededError(EformerError, RuntimeError):
-    """Another job has become the writer of a run; this one saves nothing any more."""
+    """Another job has become the writer of a run; this job can no longer save to it."""
+
+
+class LeaseLostError(EformerError, RuntimeError):
+    """A save to a bucket took so long that another save has removed its files. Saving again is safe."""

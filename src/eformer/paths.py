@@ -37,8 +37,8 @@ _STAT_NAMES = [name.removeprefix("st_") for name in dir(os.stat_result) if name.
 
 
 class MLUtilPath:
-    """Create paths from text: `ePath(path)`. `ePath` is the instance; documented annotations name the class, or
-    `ePathLike`, which is any of the classes of paths.
+    """Create paths from text: `ePath(path)`. `ePath` is the instance. Annotations name the class, or `ePathLike`, which
+    is any class of paths.
 
     Example:
 
@@ -102,7 +102,7 @@ class LocalPath(PosixPath):
     def stat(self, *, follow_symlinks: bool = True) -> PathStat:  # type: ignore[override]
         """Return the facts of `os.stat`, also by the keys size, mtime, ctime, atime, mode, uid and gid.
 
-        A link has the facts of its target, with follow_symlinks=False its own.
+        A link has the facts of its target; with follow_symlinks=False, its own facts.
         """
         found = super().stat(follow_symlinks=follow_symlinks)
         return PathStat({name: getattr(found, f"st_{name}") for name in _STAT_NAMES})
@@ -126,7 +126,7 @@ class GCSPath:
 
     Joining and splitting names needs no network. Reading and writing uses the credentials that saves to gs:// use, and
     raises OSError if the service refuses. Buckets have objects but no directories: a directory exists as long as an
-    object is below it, and testing for it lists these objects. There is no `rename`, because objects cannot be renamed
+    object is below it, and testing for it lists these objects. It has no `rename`, because objects cannot be renamed
     atomically. `path` is text or another GCSPath.
 
     Example:
@@ -295,7 +295,7 @@ ePathLike: TypeAlias = GCSPath | LocalPath | MLUtilPath  # noqa: N816, PYI042  t
 def _with_directories(keys: list[str]) -> set[tuple[str, ...]]:
     """Return the parts of every key and of every directory above it. A key that ends in / is a directory."""
     names = [tuple(key.removesuffix("/").split("/")) for key in keys]
-    plain = [name for name in names if not {"", ".", ".."} & set(name)]  # a path cannot express the others
+    plain = [name for name in names if not {"", ".", ".."} & set(name)]  # paths drop empty parts and dots
     return {name[:length] for name in plain for length in range(len(name) + 1)}
 
 

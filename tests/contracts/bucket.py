@@ -22,7 +22,7 @@ from eformer._engine.stores.bucket import BucketUpload
 from eformer._engine.stores.checkpoints import has_unfinished
 from eformer._engine.stores.locate import store_at
 from eformer.checkpoint import SaveOptions, load, save
-from eformer.errors import SupersededError
+from eformer.errors import LeaseLostError
 from support.buckets import forget, objects, overwrite
 from support.buckets import leases as leases_of
 from support.commits import One, die_before_the_swap
@@ -131,7 +131,7 @@ class BucketStoreContract(SweptContract):
         assert SAVE in log.dead
         assert not store.exists(f"{ROOT}/a/0")
         after = msgspec.structs.replace(before, log=log)
-        with pytest.raises(SupersededError, match="save again"):
+        with pytest.raises(LeaseLostError, match="save again"):
             upload.commit(One({"": ROOT}, before=after, after=after))
         upload.close()
 

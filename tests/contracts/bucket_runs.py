@@ -169,7 +169,7 @@ class BucketRuns:
             checkpoint.score(url, step.number, {"eval": 10 - step.number})
             checkpoint.score(url, step.number, {"other": 1})
         assert checkpoint.steps(url)[0].metrics == {"loss": -1, "eval": 9, "other": 1}
-        with checkpoint.steps(url)[0].held() as path:
+        with checkpoint.steps(url)[0].hold() as path:
             self.save(url, kind, 4, keep=1)
             assert_same(checkpoint.load(path), tree(1))
             assert 1 in numbers(url)

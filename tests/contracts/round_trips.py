@@ -243,7 +243,7 @@ class RoundTrips(Contract):
 
     def test_an_address_is_not_taken_for_a_path(self):
         for call in (lambda: save({}, "ftp://host/x"), lambda: load("ipfs://x")):
-            with pytest.raises(ValueError, match="is a URL of a kind that is not known"):
+            with pytest.raises(ValueError, match="is a URL of an unknown kind"):
                 call()
 
     def test_prefixes_and_paths_that_cannot_be_are_refused_at_once(self, path):

@@ -333,7 +333,7 @@ def test_a_step_that_is_held_or_saved_to_stays(kind):
     run = new_url()
     fill(run, kind)
     upload = store_at(f"{run}/step-2").begin("", save_id="0123456789abcdef")
-    with checkpoint.steps(run)[0].held() as path:
+    with checkpoint.steps(run)[0].hold() as path:
         done = prune(run, keep=1)
         assert (load(path)["w"] == 1).all()
     assert (done.removed, done.kept, sorted(done.left)) == ((), ("step-3",), ["step-1", "step-2"])

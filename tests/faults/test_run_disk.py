@@ -75,4 +75,4 @@ def test_saves_that_are_slower_than_the_steps_are_waited_for_and_none_is_lost(tm
     assert under_way[0]
     assert [step.number for step in checkpoint.steps(tmp_path)] == [1, 2, 3]
     assert all(checkpoint.verify(step.path).ok for step in checkpoint.steps(tmp_path))
-    assert caplog.text.count("s for the save before") == 1
+    assert caplog.text.count("s for the previous save") == 1

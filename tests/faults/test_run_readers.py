@@ -61,7 +61,7 @@ def test_a_follower_of_a_run_that_is_pruned_sees_whole_steps_only(begin, place, 
     seen, gone = [], 0
     for step in checkpoint.follow(place / "run", poll=0.001, timeout=60):
         try:
-            with step.held() as path:
+            with step.hold() as path:
                 assert_same(checkpoint.load(path), tree_of(step.number))
         except FileNotFoundError:
             gone += 1

@@ -188,7 +188,7 @@ class Doors:
 
     def steps(self, path: str) -> None:
         for step in checkpoint.steps(path):
-            for name in ("saved_at", "why", "metrics", "metadata", "nbytes"):
+            for name in ("saved_at", "reason", "metrics", "metadata", "nbytes"):
                 _told(lambda name=name, step=step: getattr(step, name))
             step.problem()
         checkpoint.latest(path)
@@ -204,7 +204,9 @@ class Doors:
             run.resume(like=self.like, data=Position())
 
     def resume_near(self, path: str) -> None:
-        with checkpoint.Run(f"{path}/far", every=4, near=f"{path}/near", near_every=1, signals=()) as run:
+        with checkpoint.Run(
+            f"{path}/far", every=4, near=checkpoint.Near(f"{path}/near", every=1), signals=()
+        ) as run:
             run.resume(like=self.like)
             run.after(5, {"w": 1.0})
 

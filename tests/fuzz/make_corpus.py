@@ -315,7 +315,7 @@ def near() -> None:
     """Keep a run with a near tier."""
     with tempfile.TemporaryDirectory() as scratch:
         with checkpoint.Run(
-            f"{scratch}/far", every=4, near=f"{scratch}/near", near_every=1, signals=()
+            f"{scratch}/far", every=4, near=checkpoint.Near(f"{scratch}/near", every=1), signals=()
         ) as run:
             for step in (1, 2, 3):
                 run.after(step, small())

@@ -53,7 +53,7 @@ def test_a_signal_in_one_process_stops_all_at_one_step(tmp_path, kind):
     assert len(set(outcomes)) == 1
     assert outcomes[0] > (5000 if kind == "resumed" else 0)
     last = checkpoint.steps(tmp_path / "run")[-1]
-    assert (last.number, last.why) == (outcomes[0], "signal")
+    assert (last.number, last.reason) == (outcomes[0], "signal")
     assert checkpoint.verify(last.path).ok
 
 
@@ -78,7 +78,7 @@ def test_another_signal_in_one_process_stops_all(tmp_path, rank):
     with told(tmp_path, "step", rank, signal.SIGUSR1, signals=[signal.SIGUSR1]) as job:
         outcomes = ended(job)
     assert len(set(outcomes)) == 1
-    assert checkpoint.steps(tmp_path / "run")[-1].why == "signal"
+    assert checkpoint.steps(tmp_path / "run")[-1].reason == "signal"
 
 
 @thorough

@@ -43,7 +43,7 @@ def test_a_job_that_has_not_resumed_is_refused_in_every_process(two, tmp_path):
 def test_a_job_that_starts_anew_in_one_process_only_is_an_error_in_all(two, tmp_path, rank):
     succeed(two.run("run_loop", tmp_path, 20))
     outcomes = two.run("run_fresh_in", tmp_path, rank, limit=20)
-    message = f"Run(fresh=) differs between processes: it is True in process {rank}, and False in the others"
+    message = f"Run(fresh=) differs between processes: it is True in process {rank}, and False elsewhere"
     assert [isinstance(outcome, Failed) and message in str(outcome) for outcome in outcomes] == [True, True]
     assert numbers(tmp_path) == [10, 20]
 

@@ -1,6 +1,7 @@
 """What a manager is made of: every argument of it and of its methods, and the metadata it keeps."""
 
 import dataclasses
+import gc
 import inspect
 import json
 import logging
@@ -156,6 +157,9 @@ class Arguments(Backend):
             manager.load(self.name, None)
         assert options_of(f"gs://keys/{self.name}") == {"credentials_path": str(key)}
         assert options_of("gs://keys/other") == {}
+        del manager
+        gc.collect()
+        assert options_of(f"gs://keys/{self.name}") == {}
 
     def test_credentials_have_to_be_a_file(self, tmp_path):
         with pytest.raises(FileNotFoundError, match=r"gcs_credentials_path='/no/such\.json'"):

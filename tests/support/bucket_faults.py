@@ -27,7 +27,7 @@ from eformer._engine.stores.leases import Leases
 from eformer._engine.stores.objects import Objects
 from eformer._engine.tasks.turns import Turn
 from eformer.checkpoint import SaveOptions, load, save
-from eformer.errors import SupersededError
+from eformer.errors import LeaseLostError
 from support.buckets import around
 from support.faults import BESIDE, NEW, NEXT, NOTHING, OLD, tree
 from support.trees import assert_same
@@ -373,7 +373,7 @@ class Paused:
     def told(self) -> str:
         if self.error is None:
             return "committed"
-        if isinstance(self.error, SupersededError):
+        if isinstance(self.error, LeaseLostError):
             return "refused"
         raise self.error
 

@@ -134,7 +134,7 @@ class DictUpload:
     def swap(self, name, data, expected):
         with LOCK:
             if self.store.version(name) != expected:
-                raise SwapError(f"{self.store.path_to(name)} is not the one that was read")
+                raise SwapError(f"{self.store.path_to(name)} has changed since it was read")
             self.store.write(name, data)
 
     def remove(self, names):

@@ -119,7 +119,7 @@ def write_steps(path: str, first: int, last: int, keep: int, fmt: str = "safeten
 
 def hold_for_ever(path: str, ready: str) -> None:
     """Hold the last step and note the path by which it can be read."""
-    with checkpoint.steps(path)[-1].held() as held, open(f"{ready}.new", "w") as file:
+    with checkpoint.steps(path)[-1].hold() as held, open(f"{ready}.new", "w") as file:
         file.write(held)
         file.close()
         os.rename(f"{ready}.new", ready)

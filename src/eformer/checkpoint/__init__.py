@@ -2,16 +2,16 @@
 
 save, save_async         save a tree, with SaveOptions; save_async returns a Pending
 wait                     wait for every save_async of this process
-Run                      save the steps of a training run by rule (Every, Keep), and resume it (Resumed, Step)
+Run                      save the steps of a training run by rule (Every, Keep, Near), and resume it (Resumed, Step)
 steps, latest            list the steps of a run; the path of the newest one
 follow, score            look at a run from another job: wait for its steps, add metrics to them
 load                     load a tree onto any mesh, with LoadOptions; with return_report, return a LoadReport, too
 abstract                 give the shapes and dtypes of a saved tree, in its structure
 open, inspect            look at the leaves of a checkpoint without loading it; return a View, a Manifest
-verify                   check every byte against its digest; return a Report
+verify                   check every byte against its digest; return a Verification
 sign                     sign every byte with a private key; `load` and `verify` check it with the public key
 diff                     compare two checkpoints; return a Diff
-report                   show a checkpoint, two of them or a run as a page for a browser; return an HtmlReport
+report                   show a checkpoint, two of them or a run as a page for a browser; return a Report
 convert                  write a checkpoint in another format; return a Conversion
 prune                    delete all but the last checkpoints of a run; return a Pruned
 store_options            set endpoints, credentials and other options of buckets
@@ -36,8 +36,8 @@ _NAMES = {
     "loading.request": "LoadReport",
     "record.manifest": "Manifest",
     "record.options": "LoadOptions SaveOptions",
-    "record.policies": "Every Keep",
-    "pages.report": "HtmlReport report",
+    "record.policies": "Every Keep Near",
+    "pages.report": "Report report",
     "runs.follow": "follow score",
     "runs.resume": "Resumed",
     "runs.run": "Run",
@@ -50,7 +50,7 @@ _NAMES = {
     "tools.diff": "Diff diff",
     "tools.prune": "Pruned prune",
     "tools.sign": "sign",
-    "tools.verify": "Report verify",
+    "tools.verify": "Verification verify",
     "tools.view": "View inspect open",
     "trees.modules": "register_module",
     "trees.nodes": "register_node",
@@ -63,13 +63,14 @@ if TYPE_CHECKING:
     from eformer._engine.loading.preview import abstract as abstract
     from eformer._engine.loading.preview import placement as placement
     from eformer._engine.loading.request import LoadReport as LoadReport
-    from eformer._engine.pages.report import HtmlReport as HtmlReport
+    from eformer._engine.pages.report import Report as Report
     from eformer._engine.pages.report import report as report
     from eformer._engine.record.manifest import Manifest as Manifest
     from eformer._engine.record.options import LoadOptions as LoadOptions
     from eformer._engine.record.options import SaveOptions as SaveOptions
     from eformer._engine.record.policies import Every as Every
     from eformer._engine.record.policies import Keep as Keep
+    from eformer._engine.record.policies import Near as Near
     from eformer._engine.runs.follow import follow as follow
     from eformer._engine.runs.follow import score as score
     from eformer._engine.runs.resume import Resumed as Resumed
@@ -89,7 +90,7 @@ if TYPE_CHECKING:
     from eformer._engine.tools.prune import Pruned as Pruned
     from eformer._engine.tools.prune import prune as prune
     from eformer._engine.tools.sign import sign as sign
-    from eformer._engine.tools.verify import Report as Report
+    from eformer._engine.tools.verify import Verification as Verification
     from eformer._engine.tools.verify import verify as verify
     from eformer._engine.tools.view import View as View
     from eformer._engine.tools.view import inspect as inspect

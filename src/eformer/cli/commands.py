@@ -28,7 +28,7 @@ from eformer.cli.pages import report, serve
 
 if TYPE_CHECKING:
     from eformer._engine.tools.prune import Pruned
-    from eformer._engine.tools.verify import Report
+    from eformer._engine.tools.verify import Verification
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -185,7 +185,7 @@ def verify(
         sys.exit(1 if 1 in codes else 2)
 
 
-def _report_facts(report: Report) -> dict[str, Any]:
+def _report_facts(report: Verification) -> dict[str, Any]:
     """Return what a report says; of a run, also the reports of its steps."""
     facts = picked(
         report,

@@ -50,7 +50,7 @@ def report(
     eformer report model.safetensors --no-values
     eformer report ./run --keep 3
     """
-    from eformer._engine.pages.report import became_in, check_replaceable, damage_in
+    from eformer._engine.pages.report import became_in, check_report_path, damage_in
     from eformer._engine.pages.report import report as make
 
     if as_json and output:
@@ -58,7 +58,7 @@ def report(
     if output == "-" and sys.stdout is None:
         raise OSError("standard output is closed: the page has nowhere to go")
     if output and output != "-":
-        check_replaceable(output)  # before anything is read
+        check_report_path(output)  # before anything is read
     found = make(
         path,
         against,

@@ -1,4 +1,4 @@
-"""Convert trees to state dicts and msgpack. The bytes are equal to flax's, and each reads the other's files.
+"""Convert trees to state dicts and msgpack. The bytes are equal to flax's, and both read each other's files.
 
 Beyond flax: tuples keep their type through `msgpack_serialize`, typed PRNG keys and big-endian arrays are supported,
 keys, shapes and dtypes are checked against the target, every class registered with JAX works, and truncated,
@@ -24,7 +24,7 @@ from eformer._engine.formats.msgpack.writer import pack as _pack
 from eformer._engine.record.signature import signature_name as _signature_name
 from eformer._engine.stores.directory import Directory as _Directory
 from eformer._engine.stores.durable import replacing as _replacing
-from eformer._engine.stores.journal import sweep as _sweep
+from eformer._engine.stores.journal import sweep_dead as _sweep
 from eformer._engine.stores.urls import is_file_url as _is_file_url
 from eformer._engine.stores.urls import local_path as _local_path
 from eformer._engine.tasks.interrupts import check as _check
@@ -137,8 +137,8 @@ def from_compressed_bytes(target: Any, compressed_data: bytes) -> Any:
 def save_to_file(target: Any, filepath: str) -> None:
     """Write `to_bytes(target)` to `filepath`, atomically and durably. On any error the previous file is left intact.
 
-    Arrays on the CPU are written without a copy; arrays on other devices, or on several, are copied one at a time. What
-    a call that was killed has left in the directory is removed.
+    Arrays on the CPU are written without a copy; arrays on other devices, or on several, are copied one at a time.
+    Files that killed calls have left in the directory are removed.
     """
     state = to_state_dict(target)
     path = _local(filepath)
@@ -146,7 +146,7 @@ def save_to_file(target: Any, filepath: str) -> None:
         with _Directory.open(path.parent) as directory:
             _sweep(directory)
         _pack(state, partial(_write, file), max_chunk=MAX_CHUNK_SIZE, sort_keys=False)
-    with suppress(OSError):  # if the signature of the earlier file stays, it says that this one was altered
+    with suppress(OSError):  # a signature that stays would call the new file altered
         path.with_name(_signature_name(path.name)).unlink()
 
 

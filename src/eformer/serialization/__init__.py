@@ -39,7 +39,7 @@ else:
 
 
 def __getattr__(name: str) -> Any:
-    # Late, so that importing one submodule does not import the others.
+    # Late, so that the import of one submodule does not import the rest.
     if name not in _HOME and name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from eformer._engine.tasks.interrupts import held_back

@@ -1,8 +1,8 @@
 """Find the checkpoints that a Checkpointer has finished, read the facts that it recorded, and remove them.
 
-They are steps as those of a run: named, listed and removed by the same means. Its documentation asks for three other
-rules, which are here and nowhere else: a checkpoint counts when its `metadata.json` is there, under any name; a damaged
-newest one is skipped with a warning; and a temporary one is removed when a newer one is finished.
+The code of runs names, lists and removes these checkpoints. The documentation of the Checkpointer asks for three other
+rules, which this module has: a checkpoint under any name counts if it has a `metadata.json`; a damaged newest
+checkpoint is skipped with a warning; and a temporary checkpoint is removed when a newer one is finished.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = logging.getLogger("eformer")
 def find_latest_checkpoint(base_path: str | os.PathLike[str]) -> str | None:
     """Return the path of the last finished checkpoint in `base_path`, or of `base_path` if it is one; None for neither.
 
-    The last one is that of the highest step, whatever clocks say. Those that are damaged are skipped with a warning.
+    The last checkpoint has the highest step, whatever its time. Damaged checkpoints are skipped with a warning.
 
     Example:
 
@@ -60,7 +60,7 @@ def find_latest_checkpoint(base_path: str | os.PathLike[str]) -> str | None:
 
 
 def _finished(path: str) -> Step | None:
-    """Return a checkpoint with its step; None if it is not one, or not finished."""
+    """Return a finished checkpoint with its step; None for any other path."""
     try:
         recorded = read_checkpoint_metadata(path).get("step", -1)
     except (EformerError, OSError):
@@ -69,12 +69,12 @@ def _finished(path: str) -> Step | None:
 
 
 def is_checkpoint(path: str) -> bool:
-    """Tell whether this is itself a checkpoint, and not a directory of them."""
+    """Tell whether this is itself a checkpoint, and not a directory of checkpoints."""
     try:
         found = find(path)
     except NotFoundError:
         return False
-    except (EformerError, OSError):  # damaged: the load will say how
+    except (EformerError, OSError):  # damaged: the load names the damage
         return True
     try:
         return found.path not in {step.path for step in steps(path)}
@@ -83,7 +83,7 @@ def is_checkpoint(path: str) -> bool:
 
 
 def problem_at(path: str) -> str | None:
-    """Say why this is not a whole checkpoint, or return None. Saves to it in the background are waited for."""
+    """Return why this is not a whole checkpoint, or None. Wait for saves to it in the background."""
     try:
         return reread(path, problem_of)
     except (EformerError, OSError) as error:
@@ -94,7 +94,7 @@ def problem_at(path: str) -> str | None:
 
 
 def step_of(step: int, destination: str) -> int:
-    """Return the step, or the number that ends the name if it is not given; -1 for neither."""
+    """Return the step; for a negative one, the number at the end of the name, or -1 if it has none."""
     if step >= 0:
         return int(step)
     number = step_number(destination.rstrip("/").rpartition("/")[2])
@@ -102,7 +102,7 @@ def step_of(step: int, destination: str) -> int:
 
 
 def write_metadata(path: str, facts: Mapping[str, Any]) -> None:
-    """Write `metadata.json` of a checkpoint, whole or not at all. What is there is not read."""
+    """Replace `metadata.json` of a checkpoint, whole or not at all, without a read of the present file."""
     store = store_at(path)
     if not is_there(store):
         raise FileNotFoundError(f"{path} is gone, so its {CHECKPOINTER_FILE} is not written")
@@ -114,7 +114,7 @@ def write_metadata(path: str, facts: Mapping[str, Any]) -> None:
 
 
 def metadata_file(path: str) -> dict[str, Any] | None:
-    """Read `metadata.json` of a checkpoint; None if it has none, or one that cannot be read."""
+    """Read `metadata.json` of a checkpoint; None if the file is missing or cannot be read."""
     try:
         data, _ = read_whole(store_at(path), CHECKPOINTER_FILE)
         return parse_json(data, dict[str, Any], f"{path}: its {CHECKPOINTER_FILE} cannot be read")
@@ -123,7 +123,7 @@ def metadata_file(path: str) -> dict[str, Any] | None:
 
 
 def read_checkpoint_metadata(checkpoint_path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return `step`, `timestamp` and `is_temporary` of a finished checkpoint, and what callbacks wrote beside them.
+    """Return `step`, `timestamp` and `is_temporary` of a finished checkpoint, and the entries of callbacks.
 
     Raise FileNotFoundError if it is not finished.
     """
@@ -138,7 +138,7 @@ def read_checkpoint_metadata(checkpoint_path: str | os.PathLike[str]) -> dict[st
 
 
 def _committed_facts(path: str) -> dict[str, Any] | None:
-    """Return the facts that were committed together with a tree; None if there are none."""
+    """Return the facts that were committed together with a tree; None if no tree has any."""
     for tree in find(path).trees.values():
         facts = tree.metadata
         if "is_temporary" in facts or RUN_METADATA in facts:
@@ -151,8 +151,8 @@ def _committed_facts(path: str) -> dict[str, Any] | None:
 
 
 def is_temporary(path: str) -> bool:
-    """Tell whether all that is recorded says so: one that has just been replaced by one that stays has both for a
-    moment."""
+    """Tell whether all records of a checkpoint call it temporary. A temporary checkpoint that was just replaced by a
+    permanent one has records of both for a moment, and must stay."""
     try:
         said = [facts for facts in (metadata_file(path), _committed_facts(path)) if facts is not None]
     except (EformerError, OSError):
@@ -164,7 +164,7 @@ def is_temporary(path: str) -> bool:
 
 
 def removable(store: Store, name: str) -> Identity | None:
-    """Return the identity of a checkpoint that may be removed; None if it is gone, or the newest that is finished."""
+    """Return the identity of a removable checkpoint; None if it is gone, or the newest finished checkpoint."""
     try:
         identity = identity_of(store, name)
     except FileNotFoundError:
@@ -177,7 +177,7 @@ def removable(store: Store, name: str) -> Identity | None:
 
 
 def remove(store: Store, name: str, identity: Identity) -> None:
-    """Remove a checkpoint, as a run removes a step. Errors are logged."""
+    """Remove a checkpoint, as a run removes a step. Log errors."""
     try:
         if (why := remove_step(store, name, identity)) is not None:
             logger.warning("%s stays: %s", store.path_to(name), why)

@@ -18,19 +18,18 @@ def is_array_like(x: Any) -> bool:
 
 
 def join_key(prefix: str | None, k: str | None) -> str:
-    """Join `prefix` and `k` by a dot, or return the one that is not empty."""
+    """Join `prefix` and `k` by a dot; leave out an empty one."""
     return ".".join(part for part in (prefix, k) if part)
 
 
 def leaf_key_paths(
     pytree: Any, prefix: str | None = "", *, is_leaf: Callable[[Any], bool] | None = None
 ) -> Any:
-    """Return a tree of the structure of `pytree` whose leaves are their own dotted paths, for display.
+    """Return a tree like `pytree` with the dotted path of each leaf in its place, for display.
 
-    `prefix` comes before each path. `is_leaf` is that of `jax.tree.flatten`.
+    `prefix` comes before each path. `is_leaf` is passed to `jax.tree.flatten`.
 
-    Unlike the names under which leaves are stored, the paths are not escaped: {"a.b": x, "a": {"b": y}} has the path
-    "a.b" twice.
+    Paths are not escaped, unlike stored names: {"a.b": x, "a": {"b": y}} has the path "a.b" twice.
     """
     pairs, treedef = jax.tree_util.tree_flatten_with_path(pytree, is_leaf=is_leaf)
     paths = (".".join(str(plain_key(entry)) for entry in path) for path, _ in pairs)

@@ -1,4 +1,4 @@
-"""The documented manager: translates its arguments into saves and loads of the engine."""
+"""The documented manager, which translates its arguments into saves and loads of the engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from eformer._engine.saving.save import carry_out
 from eformer._engine.saving.start import refuse_swapped, start
 from eformer._engine.stores.local import is_there
 from eformer._engine.stores.locate import store_at
-from eformer._engine.stores.store_options import remember
+from eformer._engine.stores.store_options import options_during
 from eformer._engine.stores.urls import (
     is_bucket_url,
     is_file_url,
@@ -67,7 +67,7 @@ _DEFAULT_TIMEOUT = 400  # seconds; GLOBAL_CHECKPOINT_TIMEOUT overrides it
 
 @dataclasses.dataclass
 class CheckpointMetadata:
-    """Describe when and by what a checkpoint was saved, and what it contains. Fields that are None are filled in.
+    """Describe a checkpoint: its time, its writer, and its arrays. Fields that are None are filled in.
 
     version             the version of eFormer that documents these fields
     timestamp           when it was saved
@@ -111,8 +111,8 @@ class AsyncCheckpointManager:
     float_dtype            store floating leaves as this dtype; None, the default, stores them as they are
     verbose                log every save and load
     gcs_bucket             the bucket of Google Cloud Storage that relative paths lead into
-    gcs_credentials_path   a file of Google credentials, for this bucket and other gs:// URLs; None for those of the
-                           environment
+    gcs_credentials_path   a file of Google credentials, for this bucket and other gs:// URLs; None for credentials of
+                           the environment
     enable_validation      record the SHA-256 of every array and check it on load, in addition to the digests, which are
                            always recorded and checked
     enable_compression     compress arrays with zstd; not possible for safetensors
@@ -156,6 +156,9 @@ class AsyncCheckpointManager:
         self.enable_compression = enable_compression
         self.use_tensorstore = use_tensorstore
         self._lock = Lock()
+        self._with_credentials: set[str] = (
+            set()
+        )  # paths for which Google's credentials are set while this lives
         self._pending: list[Pending] = []
         self._global_manager: GlobalAsyncCheckpointManager | None = None
 
@@ -178,8 +181,8 @@ class AsyncCheckpointManager:
         """Save `tree` to `path`, atomically and durably, and return the path.
 
         prefix          the name of the tree in the directory
-        metadata        a dict of plain values, which `load` gives back
-        float_dtype     store floating leaves as this dtype; None for that of the manager
+        metadata        a dict of plain values, which `load` returns
+        float_dtype     store floating leaves as this dtype; None for the dtype of the manager
         gather_fns      functions called on leaves before saving, by dotted key or nested; True for `jax.device_get`
         do_all_gather   gather every array first: on all devices of the mesh, or with `cpu_offload` on the CPU
         cpu_offload     without a gather: keep arrays that wait to be written in host memory
@@ -245,7 +248,7 @@ class AsyncCheckpointManager:
     ) -> str:
         """Save `pytree` under a required prefix, and return the path.
 
-        dtype         store floating leaves as this dtype; None for that of the manager
+        dtype         store floating leaves as this dtype; None for the dtype of the manager
         extras        the metadata
         write_index   False writes the arrays alone, without digests and structure
 
@@ -275,7 +278,7 @@ class AsyncCheckpointManager:
         except Exception:
             if kind is None:
                 raise
-            logger.exception("a save failed, too")  # the error of the block is raised
+            logger.exception("a save failed, too")  # the error of the block is raised, not this one
 
     def _start(
         self,
@@ -333,15 +336,17 @@ class AsyncCheckpointManager:
         """Load the tree at `path`, and return it with its `CheckpointMetadata` as a dict.
 
         path               a directory, its index, a safetensors file, any shard of a model, which stands for the whole
-                           model, or the common beginning of their names
-        mesh               every array goes to this mesh, also those that were saved as numpy arrays, unless JAX cannot
-                           hold it (64 bits without jax_enable_x64), which is logged; None for that of `jax.set_mesh`
+                           model, or the common beginning of the names of shards
+        mesh               every array goes to this mesh, also an array that was saved from numpy, unless JAX cannot
+                           hold it (64 bits without jax_enable_x64), which is logged; None for the mesh of
+                           `jax.set_mesh`
         shardings          where leaves go, by key, nested or flat: a Sharding, a PartitionSpec or a function
-        partition_rules    where leaves go that `shardings` does not name; others are placed as they were saved
+        partition_rules    where leaves go that `shardings` does not name; leaves without a rule go where they were
+                           saved
         mismatch_allowed   False raises a KeyError for leaves that `shardings` does not name
         callback           called with each array and its key; returns the replacement
         dtype              cast floating leaves to this dtype
-        prefix             the tree, if there are several
+        prefix             the tree, of several
         prefix_filter      the former name of `prefix`
         chunk_size         the number of arrays to read at a time; None for all
         validate           False skips the digests; True also checks the recorded SHA-256 of every array; None does so
@@ -459,7 +464,10 @@ class AsyncCheckpointManager:
         if self.gcs_bucket and not is_bucket_url(text) and not os.path.isabs(text):  # noqa: PTH117
             text = f"gs://{self.gcs_bucket}/{text}"
         if self.gcs_credentials_path and is_gcs_path(text):
-            remember(text, {"credentials_path": self.gcs_credentials_path})
+            with self._lock:
+                if text not in self._with_credentials:
+                    options_during(self, text, {"credentials_path": self.gcs_credentials_path})
+                    self._with_credentials.add(text)
         return text
 
     # -------------------------------------------------------------------------------------------- rest
@@ -516,7 +524,7 @@ class _Gather:
 
 
 def _gather_leaf(leaf: Any, mesh: Mesh | None, cpu_offload: bool) -> Any:
-    """Gather an array on all devices of a mesh, or on the CPU; return other leaves unchanged."""
+    """Gather an array on all devices of a mesh, or on the CPU; return a leaf that is no jax array unchanged."""
     if not isinstance(leaf, jax.Array):
         return leaf
     if jax.process_count() > 1 and leaf.is_fully_addressable:  # every process has a whole array of its own
@@ -561,7 +569,7 @@ def _checksums_of(tree: TreeEntry) -> dict[str, str]:
 
 
 def _foreign_metadata(found: dict[str, Any], arrays: dict[str, dict[str, Any]]) -> CheckpointMetadata:
-    """Parse the metadata of the original eFormer, or take all of it for the user's."""
+    """Parse the metadata of the original eFormer; return any other metadata as the caller's."""
     if "timestamp" not in found or "custom_metadata" not in found:
         return CheckpointMetadata(
             timestamp="", array_metadata=arrays, framework_version="", custom_metadata=found

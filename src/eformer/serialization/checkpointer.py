@@ -1,9 +1,8 @@
 """The checkpointer that trainers call at every step: it decides when to save, and which checkpoints stay.
 
-Checkpoints are directories `run-100` of `base_path`. Those that a step policy asks for stay for ever; those that the
-clock asks for are temporary: a newer checkpoint takes their place. A checkpoint is finished when it has a
-`metadata.json`, which is written after everything else in it; one that was saved in a single commit is finished with
-that commit.
+Checkpoints are directories `run-100` of `base_path`. A checkpoint of a step policy stays. A checkpoint of the clock is
+temporary, and is removed when a newer checkpoint is finished. A checkpoint is finished when it has a `metadata.json`,
+which is written last, or when its single commit has recorded the same facts.
 """
 
 from __future__ import annotations
@@ -78,13 +77,14 @@ class Checkpointer:
 
     base_path                     the directory of the checkpoints
     save_interval                 save a temporary checkpoint when this time has passed since the last save
-    step_policies                 save checkpoints that stay, by the first policy that has not ended; sorted by `until`
+    step_policies                 save permanent checkpoints, by the first policy that has not ended; sorted by `until`
     manager                       writes and reads the trees; by default as zarr arrays
-    dt_now_injection              the clock, a function that returns a datetime; by default one that is never set back
+    dt_now_injection              the clock, a function that returns a datetime; by default a clock that is never set
+                                  back
     delete_old_temp_checkpoints   False leaves the temporary checkpoints of earlier jobs alone
 
-    All processes of a job make the same calls. Only `save_pytree` waits for its save; an error of a save in the
-    background is raised by the next call.
+    All processes of a job make the same calls. Only `save_pytree` waits for its save; the next call raises the error
+    of a save in the background.
 
     Example:
 
@@ -104,7 +104,8 @@ class Checkpointer:
         delete_old_temp_checkpoints: bool = True,
     ) -> None:
         self.base_path = str(base_path)
-        self._root = absolute(base_path)  # saves end in the background, and the program may go elsewhere
+        # Absolute, because saves end in the background, and the program may change its directory.
+        self._root = absolute(base_path)
         self.save_interval = save_interval
         self.step_policies = _in_order(step_policies)
         self._manager = AsyncCheckpointManager() if manager is None else manager
@@ -144,9 +145,9 @@ class Checkpointer:
         true_callbacks: Sequence[SaveCallback] | None = None,
         extras: Mapping[str, Any] | None = None,
     ) -> None:
-        """Save to `run-{step}` if it is time: `pytree` in the background, or by functions of the caller.
+        """Save to `run-{step}` if a save is due: `pytree` in the background, or by functions of the caller.
 
-        force            save a checkpoint that stays, whatever the policies say
+        force            save a permanent checkpoint, whatever the policies say
         true_callbacks   functions that save, called with the name `run-{step}`, the mesh and a dict that has `step`,
                          `is_temporary` and the extras; the checkpoint is finished when all of them have returned
         extras           metadata of the checkpoint
@@ -155,7 +156,9 @@ class Checkpointer:
         """
         self._settle(waits=False)
         if pytree is None and not true_callbacks:
-            raise ValueError("on_step has nothing to save: pass pytree=, or true_callbacks= that save it")
+            raise ValueError(
+                "on_step has nothing to save: pass pytree=, or true_callbacks= that save the tree"
+            )
         if step == 0 and not force:
             self._last_save_time = self._dt_now_injection()
             return
@@ -267,7 +270,7 @@ class Checkpointer:
         )
         if step is not None and self._manager.enable is not False:
             self._finish(path, int(step), temporary, also=metadata_file(path))
-        return _below(self.base_path, name)  # as it was given
+        return _below(self.base_path, name)  # relative if `base_path` is
 
     def _is_due(self, step: int) -> bool:
         """Tell whether to save. All processes get the same answer; a step without a save costs no message."""
@@ -283,13 +286,13 @@ class Checkpointer:
     def _start(
         self, tree: Any, name: str, facts: dict[str, Any], mesh: Mesh | None, **arguments: Any
     ) -> Pending:
-        """Begin a save, when the one before is over."""
+        """Begin a save when the last save is over."""
         self._settle()
         return self._manager.save_async(tree, self._path_of(name), mesh, metadata=facts, **arguments)
 
     def _unfinish(self, name: str) -> None:
-        """Take the mark from a checkpoint that is about to be replaced in parts: until it is finished again, some of
-        its trees may be older than others."""
+        """Remove `metadata.json` of a checkpoint before its trees are replaced one by one: until it is finished again,
+        its trees may be of different steps."""
         store = store_at(self._path_of(name))
         if jax.process_index() == 0 and is_there(store):
             remove_files(store, [CHECKPOINTER_FILE])
@@ -317,7 +320,7 @@ class Checkpointer:
         self._clock.note_save(step)
 
     def _path_of(self, destination: str) -> str:
-        """Return where a name leads: in `base_path`, unless it is absolute."""
+        """Return the path of a name: below `base_path`, unless the name is absolute."""
         return _below(self._root, destination)
 
     # ------------------------------------------------------------------------------------------ remove
@@ -329,7 +332,7 @@ class Checkpointer:
                 yield found.path
 
     def _queue_checkpoint_removal(self, checkpoint_dir: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint, in a thread of its own. The newest one of its directory is never removed."""
+        """Remove a checkpoint in a thread of its own, but never the newest checkpoint of its directory."""
         if jax.process_index() != 0:
             return
         store, name = store_at(absolute(checkpoint_dir)).parent()
@@ -351,7 +354,7 @@ class Checkpointer:
             wait_for(self._removals)
 
     def _settle(self, *, waits: bool = True) -> None:
-        """Raise the error of the last save, if it is over and has failed: its step can be saved again then."""
+        """Raise the error of the last save, if it has failed. Its step can be saved again afterwards."""
         try:
             if waits:
                 self._last.wait()
@@ -423,8 +426,8 @@ class Checkpointer:
         load_treedef     load like `AsyncCheckpointManager.load_pytree`: leaves without a rule are replicated.
                          `template` and `strict_shapes=False` imply it
 
-        `mesh`, `partition_rules`, `dtype`, `callback` and `chunk_size` are those of `AsyncCheckpointManager.load`, and
-        `discover_latest` is that of `load_checkpoint`.
+        `mesh`, `partition_rules`, `dtype`, `callback` and `chunk_size` are as in `AsyncCheckpointManager.load`, and
+        `discover_latest` is as in `load_checkpoint`.
         """
         where = self._find(path, discover_latest, discover_raise=discover_raise or path is not None)
         if not where:
@@ -454,7 +457,7 @@ class Checkpointer:
     def _find(
         self, path: str | os.PathLike[str] | None, discover_latest: bool, *, discover_raise: bool
     ) -> str:
-        """Return the path of the checkpoint to load; "" if there is none, and that is not to be an error."""
+        """Return the path of the checkpoint to load. If none is found, raise with `discover_raise`, else return ""."""
         self._settle()
         root = self._root if path is None else str(path)
         if not discover_latest:
@@ -483,7 +486,7 @@ def _agreed(root: str) -> str:
 
 
 def _in_order(policies: Sequence[CheckpointInterval]) -> list[CheckpointInterval]:
-    """Return the policies as a list; raise if one of them could never be asked."""
+    """Return the policies as a list; raise ValueError if one of them could never apply."""
     for one, after in itertools.pairwise(policies):
         if one.until is None:
             raise ValueError("Only the last step policy can have an 'until' of None")
@@ -493,6 +496,6 @@ def _in_order(policies: Sequence[CheckpointInterval]) -> list[CheckpointInterval
 
 
 def _steady_datetimes() -> Callable[[], dt.datetime]:
-    """Return a clock that goes on from now, and that nobody can set."""
+    """Return a clock that starts now and that no change of the system clock affects."""
     now = steady_clock()
     return lambda: dt.datetime.fromtimestamp(now(), dt.UTC)

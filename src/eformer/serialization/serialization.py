@@ -92,12 +92,15 @@ def tree_deserialize_leaves(
 ) -> Any:
     """Load the tree with this prefix in `checkpoint_dir`, in its recorded structure, or as nested dicts if it has none.
 
-    Leaves are placed by `shardings`, else by `partition_rules`, else as they were saved; on a mesh of several axes, one
-    of the two is required for leaves that were not saved on such axes. Every array goes to the mesh, also those that
-    were saved as numpy arrays, unless JAX cannot hold it (64 bits without jax_enable_x64), which is logged. Without a
-    mesh, that of `jax.set_mesh` is used, if there is one; leaves that nothing else places are then replicated.
-    `callback(array, key)` returns a replacement for each array. At most `chunk_size` arrays are
-    in flight. A `manager` finishes its pending writes first.
+    Leaves are placed by `shardings`, else by `partition_rules`, else as they were saved. On a mesh of several axes,
+    leaves that were not saved on these axes need `shardings` or `partition_rules`.
+
+    Every array goes to the mesh, also an array that was saved from numpy. An array of 64 bits that JAX cannot hold
+    without jax_enable_x64 stays a numpy array, which is logged. Without a mesh, the mesh of `jax.set_mesh` is used, and
+    leaves that nothing else places are replicated on it.
+
+    `callback(array, key)` returns a replacement for each array. At most `chunk_size` arrays are read at a time. A
+    `manager` finishes its pending writes first.
 
     Example:
 

@@ -171,8 +171,8 @@ def apply_gather_functions(
     """Replace each leaf of `state` by the result of its function in `gather_fns`.
 
     `gather_fns=True` gathers every leaf to the host, False none. Functions and state may be nested, or flat by dotted
-    key; the structure of the state is kept. Leaves without a function are kept with `mismatch_allowed`, and `verbose`
-    logs how many there are; else a KeyError names all of them.
+    key; the structure of the state is kept. With `mismatch_allowed`, leaves without a function are kept, and `verbose`
+    logs their number; without it, a KeyError names all of them.
     """
     if gather_fns is True:
         return jax.tree.map(_on_host, state)
@@ -190,7 +190,7 @@ def apply_gather_functions(
 
 
 def _on_host(x: Any) -> Any:
-    """Return a numpy array, gathered if other processes hold parts of it. A typed PRNG key is returned unchanged."""
+    """Return a numpy array, gathered if it spans several processes. Return a typed PRNG key unchanged."""
     if is_key(x):
         return x
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
@@ -200,7 +200,7 @@ def _on_host(x: Any) -> Any:
 
 
 def mesh_of(array: jax.Array) -> jax.sharding.Mesh:
-    """Return the mesh of an array, or one of all its devices."""
+    """Return the mesh of an array, or a mesh of all its devices."""
     mesh = getattr(array.sharding, "mesh", None)
     if isinstance(mesh, jax.sharding.Mesh):
         return mesh
@@ -264,7 +264,7 @@ def _as_jax(x: Any) -> jax.Array:
 
 
 def _cast(x: Any, dtype: Any) -> Any:
-    """Cast floating arrays to `dtype`; return others unchanged."""
+    """Cast a floating array to `dtype`; return any other array unchanged."""
     name = floating_dtype(dtype)
     return (
         x.astype(dtype_from_name(name)) if isinstance(x.dtype, np.dtype) and is_floating(x.dtype.name) else x
@@ -328,7 +328,7 @@ def chunk_tensor_by_memory(tensor: Any, memory_limit: int) -> list[Any]:
 def broadcast_tensor(
     tensor: Any, memory_limit_bytes: int, target_sharding: NamedSharding | None = None
 ) -> jax.Array:
-    """Send the tensor of the first process to all processes, and move it to `target_sharding` if there is one.
+    """Send the tensor of the first process to all processes, and move it to `target_sharding` unless that is None.
 
     The tensor is sent in chunks of at most `memory_limit_bytes`. A single process sends nothing.
     """

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+from contextlib import closing
 
 import jax
 import jax.numpy as jnp
@@ -344,6 +345,24 @@ def test_arrays_that_were_saved_without_an_index_are_found(tmp_path, weights):
     loaded = load(tmp_path)
     assert_same(jax.tree.map(np.asarray, loaded), jax.tree.map(np.asarray, weights))  # sorted
     assert not checkpoint.verify(tmp_path).has_digests
+
+
+def test_arrays_without_an_index_stay_when_their_save_dies_after_its_commit(tmp_path, weights, monkeypatch):
+    """As after a power cut, which may bring back all that is not synced: the scratch directory, but not its journal."""
+    monkeypatch.setattr(LocalUpload, "close", LocalUpload.abandon)
+    tree_serialize_leaves(tmp_path, weights, write_index=False)
+    assert any(path.name.startswith(".eformer-") for path in tmp_path.iterdir())
+    assert not list(tmp_path.rglob("journal.json"))
+    assert set(load(tmp_path)) == set(weights)
+    monkeypatch.undo()
+    tree_serialize_leaves(tmp_path, {"w": np.ones(2)}, prefix="other", write_index=False)
+    assert {path.name for path in tmp_path.iterdir()} == {*weights, "other"}
+
+
+def test_arrays_without_an_index_load_beside_another_save(tmp_path, weights):
+    tree_serialize_leaves(tmp_path, weights, write_index=False)
+    with closing(LocalUpload(tmp_path)):
+        assert set(load(tmp_path)) == set(weights)
 
 
 # ---------------------------------------------------------------------------------------------- bad input

@@ -12,7 +12,7 @@ import pytest
 from eformer import checkpoint
 from eformer._engine.pages import checkpoints, live
 from eformer._engine.pages.addresses import Pages
-from eformer._engine.pages.requests import RefusedError, Request
+from eformer._engine.pages.requests import HttpRequest, RefusedError
 from eformer._engine.record.policies import Keep
 from eformer.errors import FormatError, NotFoundError
 from support.columns import leaf_paths, numbers_of, statistics_of, verdicts_in
@@ -55,7 +55,9 @@ def opened(monkeypatch):
 
 
 def ask(pages, path, /, **parameters):
-    answer = pages(Request(tuple(path.split("/")), {name: str(value) for name, value in parameters.items()}))
+    answer = pages(
+        HttpRequest(tuple(path.split("/")), {name: str(value) for name, value in parameters.items()})
+    )
     return answer.status, json.loads(answer.body)
 
 
@@ -91,11 +93,11 @@ def test_the_facts_of_a_live_run_are_those_of_its_report(run):
 
 def test_a_new_step_appears_and_the_etag_says_so(run):
     pages = Pages(str(run))
-    before = pages(Request(("run.json",))).etag
-    assert pages(Request(("run.json",))).etag == before
+    before = pages(HttpRequest(("run.json",))).etag
+    assert pages(HttpRequest(("run.json",))).etag == before
     save(run, 4)
     assert until(pages, lambda steps: 4 in steps and steps[4]["metrics"])[4]["problem"] is None
-    assert pages(Request(("run.json",))).etag != before
+    assert pages(HttpRequest(("run.json",))).etag != before
 
 
 def test_a_step_that_is_damaged_later_is_shown_as_damaged(run):
@@ -181,10 +183,10 @@ def test_a_leaf_with_a_flipped_bit_is_damaged_and_so_says_every_page_from_then_o
     assert "params.w" in problem
 
 
-def test_nobody_reads_on_for_a_client_that_has_gone(run):
+def test_a_read_stops_when_its_client_has_gone(run):
     pages = Pages(str(run))
-    with pytest.raises(RefusedError, match="nobody waits"):
-        pages(Request(("step", "1", "leaf.json"), {"path": "params.w"}, has_gone=lambda: True))
+    with pytest.raises(RefusedError, match="no longer waits"):
+        pages(HttpRequest(("step", "1", "leaf.json"), {"path": "params.w"}, has_gone=lambda: True))
     assert ask(pages, "step/1/leaf.json", path="params.w")[1]["checked"] is True
 
 
@@ -193,8 +195,8 @@ def test_a_leaf_that_waits_for_others_to_be_read_gives_up_when_its_client_goes(r
     pages = Pages(str(run))
     for _ in range(checkpoints.MOST_READERS):
         pages._checkpoints._readers.acquire()
-    with pytest.raises(RefusedError, match="nobody waits"):
-        pages(Request(("step", "1", "leaf.json"), {"path": "params.w"}, has_gone=lambda: True))
+    with pytest.raises(RefusedError, match="no longer waits"):
+        pages(HttpRequest(("step", "1", "leaf.json"), {"path": "params.w"}, has_gone=lambda: True))
 
 
 def test_only_a_few_checkpoints_stay_open(tmp_path, monkeypatch):
@@ -203,14 +205,14 @@ def test_only_a_few_checkpoints_stay_open(tmp_path, monkeypatch):
     pages = Pages(str(tmp_path / "run"))
     for number in range(1, 6):
         assert ask(pages, f"step/{number}/summary.json")[0] == 200
-    paths = [path for (path, _), _ in pages._checkpoints._places]
+    paths = [path for (path, _), _ in pages._checkpoints._open]
     assert [path.rpartition("-")[2] for path in paths] == ["4", "5"]
 
 
 def test_many_who_ask_for_the_same_step_open_it_once(run, monkeypatch):
     opened = []
-    real = checkpoints.contents_of
-    monkeypatch.setattr(checkpoints, "contents_of", lambda path: opened.append(path) or real(path))
+    real = checkpoints.page_contents
+    monkeypatch.setattr(checkpoints, "page_contents", lambda path: opened.append(path) or real(path))
     pages = Pages(str(run))
     threads = [threading.Thread(target=ask, args=(pages, "step/3/summary.json")) for _ in range(8)]
     for thread in threads:
@@ -238,8 +240,8 @@ NO_PAGES = (
 def test_an_address_that_is_no_page_is_not_found(run):
     pages = Pages(str(run))
     for path in NO_PAGES:
-        with pytest.raises(RefusedError, match="there is no such page") as caught:
-            pages(Request(tuple(path.split("/"))))
+        with pytest.raises(RefusedError, match="this page does not exist") as caught:
+            pages(HttpRequest(tuple(path.split("/"))))
         assert caught.value.status == 404
 
 
@@ -248,12 +250,12 @@ def test_a_checkpoint_alone_has_the_pages_of_a_step(tmp_path, kind):
     path = tmp_path / ("model" if kind == "directory" else "model.safetensors")
     checkpoint.save(tree(1), path)
     pages = Pages(str(path))
-    assert b'data-kind="checkpoint"' in pages(Request(("",))).body
+    assert b'data-kind="checkpoint"' in pages(HttpRequest(("",))).body
     assert ask(pages, "summary.json")[1]["leaves"] == 3
     assert ask(pages, "leaf.json", path="params.w")[1]["checked"] is True
     assert ask(pages, "leaf.json", path="no.such.leaf") == (200, None)
     with pytest.raises(RefusedError):
-        pages(Request(("run.json",)))
+        pages(HttpRequest(("run.json",)))
 
 
 def test_what_is_no_checkpoint_is_an_error_at_once(tmp_path):
@@ -364,4 +366,4 @@ def test_a_comparison_counts_as_two_checkpoints_that_are_open(run, monkeypatch):
     pages = Pages(str(run))
     ask(pages, "step/1/summary.json")
     ask(pages, "step/3/summary.json", against="1")
-    assert len(pages._checkpoints._places) == 1
+    assert len(pages._checkpoints._open) == 1

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from eformer import checkpoint
 from eformer._engine.pages import page
-from eformer._engine.pages.contents import contents_of
+from eformer._engine.pages.contents import page_contents
 from eformer._engine.pages.reading import measure
 from eformer._engine.stores import local_files
 from eformer.checkpoint import SaveOptions
@@ -187,7 +187,7 @@ def test_changes_are_relative_to_the_other_checkpoint(tmp_path):
 def test_leaves_with_equal_digests_are_not_read_from_the_other(tmp_path, tree):
     checkpoint.save(tree, tmp_path / "a")
     checkpoint.save(tree | {"step": 8}, tmp_path / "b")
-    with contents_of(tmp_path / "b") as contents, contents_of(tmp_path / "a") as other:
+    with page_contents(tmp_path / "b") as contents, page_contents(tmp_path / "a") as other:
         other.views[""].close()  # reading would raise
         found = measure(contents, other)
     assert {one.change.status for one in found.values()} == {"same"}

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
+from eformer._engine.pages.live import LiveRun
+from eformer._engine.record.policies import keep_from
 from eformer.checkpoint import Keep, Run
 from eformer.errors import NotFoundError
 
@@ -113,3 +115,20 @@ def test_the_page_of_a_run_is_valid_json_inside(run):
     text = checkpoint.report(run).html
     embedded = text.partition('id="data">')[2].partition("</script>")[0]
     assert json.loads(embedded)["run"]["metrics"] == ["loss"]
+
+
+def test_series_are_counted_apart_on_every_page_as_prune_counts_them(tmp_path):
+    for name in ("step-1", "step-2", "run-3", "run-4"):
+        checkpoint.save({"w": np.ones(2)}, tmp_path / name)
+    removed = checkpoint.prune(tmp_path, keep=1, dry_run=True).removed
+    assert {*removed} == {"step-1", "run-3"}
+    steps = of(tmp_path, keep=1)
+    assert {step["name"] for step in steps.values() if step["is_removed"]} == {*removed}
+    assert {number: step["kept_by"] for number, step in steps.items() if step["kept_by"]} == {
+        2: ["the newest", "the last 1"],
+        4: ["the newest", "the last 1"],
+    }
+    live = LiveRun(str(tmp_path), keep_from(1))
+    live._look()
+    assert live.news().removed == {*removed}
+    live.close()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from eformer import checkpoint
 from eformer._engine.pages.checkpoints import OpenCheckpoint
-from eformer._engine.pages.contents import contents_of
+from eformer._engine.pages.contents import page_contents
 from eformer._engine.pages.reading import measure
 from eformer._engine.pages.report import changes_of
 from support.columns import leaf_paths, verdicts_in
@@ -30,7 +30,7 @@ def by_diff(before, after):
 
 
 def by_report(before, after):
-    with contents_of(after) as contents, contents_of(before) as other:
+    with page_contents(after) as contents, page_contents(before) as other:
         found = changes_of(contents, other, measure(contents, other))
     return {path: (one.status, one.became_nan, one.became_inf) for path, one in found.items()}
 

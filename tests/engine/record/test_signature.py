@@ -165,7 +165,7 @@ def test_a_signature_that_is_no_file_is_refused_without_being_opened(path, tmp_p
 
 def test_a_signature_that_is_far_too_long_is_not_read(path, monkeypatch):
     monkeypatch.setattr("eformer._engine.stores.signed.MOST_BYTES", 10)
-    with pytest.raises(SignatureError, match="at most 10 are expected"):
+    with pytest.raises(SignatureError, match="expected at most 10"):
         load(path, signed_by=PUBLIC)
 
 

@@ -11,7 +11,7 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 
 from eformer import checkpoint
-from eformer.checkpoint import Run
+from eformer.checkpoint import Near, Run
 from eformer.errors import FormatError, MismatchError
 from support.trees import assert_same
 
@@ -117,7 +117,7 @@ def test_some_leaves_only(path):
 
 
 def test_a_near_step_of_the_code_before(tmp_path):
-    near = {"near": tmp_path / "near", "near_every": 1, "signals": ()}
+    near = {"near": Near(tmp_path / "near", every=1), "signals": ()}
     with Run(tmp_path / "run", **near) as run:
         run.after(1, {"old": jnp.arange(3.0), "more": jnp.ones(2)})
     with Run(tmp_path / "run", **near) as run:

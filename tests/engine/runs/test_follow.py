@@ -61,7 +61,7 @@ def test_what_is_held_survives_its_removal_and_leaves_nothing(tmp_path, fmt):
     with Run(tmp_path, every=1, format=fmt) as run:
         run.after(1, tree(1))
     (step,) = steps(tmp_path)
-    with step.held() as path:
+    with step.hold() as path:
         shutil.rmtree(step.path)
         assert_same(load(path), tree(1))
         assert steps(tmp_path) == ()

@@ -12,7 +12,7 @@ import pytest
 
 from eformer import checkpoint
 from eformer._engine.runs import near as near_module
-from eformer.checkpoint import Every, Run
+from eformer.checkpoint import Every, Near, Run
 from eformer.errors import CorruptionError, MismatchError, SupersededError
 from support.links import contents
 from support.trees import assert_same
@@ -56,7 +56,7 @@ def near(tmp_path):
 def loop(far, near, until, every=10, near_every=3, resume=None, **arguments):
     """Trains; returns the state, the step that it resumed from, and the steps that were skipped."""
     state, data, skipped = fresh(), Data(), {}
-    with Run(far, every=every, near=near, near_every=near_every, signals=(), **arguments) as run:
+    with Run(far, every=every, near=Near(near, every=near_every), signals=(), **arguments) as run:
         if found := run.resume(like=state, data=data, **(resume or {})):
             state, skipped = found.tree, found.skipped
         began = run.step
@@ -68,7 +68,7 @@ def loop(far, near, until, every=10, near_every=3, resume=None, **arguments):
 
 def resumed(far, near):
     """The step that a job without data resumes from."""
-    with Run(far, near=near, near_every=3, signals=()) as run:
+    with Run(far, near=Near(near, every=3), signals=()) as run:
         run.resume(like=fresh())
     return run.step
 
@@ -105,7 +105,7 @@ def test_near_steps_are_not_steps_of_the_run(far, near):
     loop(far, near, 29)
     assert numbers(far) == [10, 20]
     assert checkpoint.latest(far).endswith("step-20")
-    with Run(far, near=near, near_every=3, signals=()) as run:
+    with Run(far, near=Near(near, every=3), signals=()) as run:
         assert [step.number for step in run.steps] == [10, 20]
 
 
@@ -208,7 +208,7 @@ def test_near_steps_survive_jobs_that_die_before_they_save(far, near):
 def test_a_tree_that_does_not_fit_a_near_step_is_an_error(far, near):
     loop(far, near, 29)
     with (
-        Run(far, near=near, near_every=3, signals=()) as run,
+        Run(far, near=Near(near, every=3), signals=()) as run,
         pytest.raises(MismatchError, match="w"),
     ):
         run.resume(like={**fresh(), "w": jnp.zeros(5)})
@@ -283,14 +283,14 @@ def test_a_near_save_that_fails_is_logged_and_the_run_goes_on(far, near, monkeyp
 
 
 def test_a_run_that_was_not_resumed_saves_near_steps(far, near):
-    with Run(far, near=near, near_every=2, signals=()) as run:
+    with Run(far, near=Near(near, every=2), signals=()) as run:
         for step in range(1, 6):
             run.after(step, fresh())
     assert resumed(far, near) == 4
 
 
 def test_the_run_goes_back_to_a_near_step_of_its_own(far, near):
-    with Run(far, near=near, near_every=2, signals=()) as run:
+    with Run(far, near=Near(near, every=2), signals=()) as run:
         run.resume(like=fresh())
         for step in range(1, 6):
             run.after(step, fresh())
@@ -301,11 +301,11 @@ def test_the_run_goes_back_to_a_near_step_of_its_own(far, near):
 
 
 def test_near_steps_of_a_job_that_was_superseded_are_not_taken(far, near):
-    with Run(far, near=near, near_every=3, signals=()) as zombie:
+    with Run(far, near=Near(near, every=3), signals=()) as zombie:
         zombie.resume(like=fresh())
         zombie.after(3, fresh())
         zombie.wait()
-        with Run(far, near=near, near_every=3, signals=()) as run:
+        with Run(far, near=Near(near, every=3), signals=()) as run:
             assert run.resume(like=fresh()).step == 3
             for step in (6, 9, 12):
                 zombie.after(step, fresh())
@@ -323,16 +323,11 @@ def test_a_record_of_the_line_that_cannot_be_read_makes_the_run_resume_from_the_
     assert loop(far, near, 20)[1] == 20
 
 
-def test_a_clock_says_when_to_save_near(far, near):
+def test_a_clock_says_when_to_save_near(far, near, monkeypatch):
     now = [0.0]
-    with Run(
-        far,
-        every=timedelta(minutes=10),
-        near=near,
-        near_every=Every(minutes=1),
-        signals=(),
-        clock=lambda: now[0],
-    ) as run:
+    monkeypatch.setattr(Run, "_seconds", lambda _: now[0])
+    by_time = Near(near, every=Every(minutes=1))
+    with Run(far, every=timedelta(minutes=10), near=by_time, signals=()) as run:
         run.resume(like=fresh())
         for step in range(1, 12):
             now[0] += 30
@@ -349,7 +344,7 @@ def test_every_kind_of_leaf_comes_back_as_it_was(far, near):
         "large": jnp.arange(700_000.0),
         "plain": [1, 2.5, "text", None, (b"bytes", True)],
     }
-    with Run(far, near=near, near_every=1, signals=()) as run:
+    with Run(far, near=Near(near, every=1), signals=()) as run:
         run.after(1, tree, metadata={"note": 1})
         run.wait()
         assert_same(run.resume(like=tree).tree, tree)
@@ -358,19 +353,15 @@ def test_every_kind_of_leaf_comes_back_as_it_was(far, near):
 
 def test_leaves_that_are_cast_far_are_saved_near_as_they_are(far, near):
     tree = {"w": jnp.asarray([1.0 + 2**-20])}
-    with Run(far, near=near, near_every=1, signals=(), options={"dtype": "bfloat16"}) as run:
+    with Run(far, near=Near(near, every=1), signals=(), options={"dtype": "bfloat16"}) as run:
         run.after(1, tree)
         assert_same(run.resume(like=tree).tree, tree)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"near": "x"}, "near= needs near_every="),
-        ({"near_every": 3}, "near_every= needs near="),
-        ({"near": "memory://x", "near_every": 3}, "in memory or on a local disk"),
-    ],
-)
-def test_a_near_tier_needs_a_place_and_a_rule(far, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Run(far, **arguments, signals=())
+def test_a_near_tier_needs_a_place_and_a_rule(far):
+    with pytest.raises(TypeError, match=r"near='x': expected near=Near\(path, every=\.\.\.\)"):
+        Run(far, near="x", signals=())
+    with pytest.raises(ValueError, match="in memory or on a local disk"):
+        Run(far, near=Near("memory://x", every=3), signals=())
+    with pytest.raises(ValueError, match=r"Near\(every=None\): no rule says when"):
+        Near("x", every=None)

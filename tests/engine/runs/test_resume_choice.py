@@ -17,7 +17,7 @@ from eformer._engine.processes import hosts
 from eformer._engine.runs import near as near_module
 from eformer._engine.runs import retention
 from eformer._engine.saving.save import Save
-from eformer.checkpoint import Keep, Run
+from eformer.checkpoint import Keep, Near, Run
 from eformer.errors import CorruptionError, MismatchError, SupersededError
 
 
@@ -103,13 +103,13 @@ def test_a_damaged_record_of_the_writer_is_named(tmp_path, text):
 
 def test_a_rewind_that_dies_has_put_the_newest_steps_aside(tmp_path, monkeypatch):
     fill(tmp_path, 1, 2, 3)
-    set_aside = retention.set_aside
+    set_aside = retention.set_step_aside
 
     def once(*arguments):
         set_aside(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(retention, "set_aside", once)
+    monkeypatch.setattr(retention, "set_step_aside", once)
     with pytest.raises(KeyboardInterrupt), Run(tmp_path, signals=()) as run:
         run.resume(step=1, rewind=True)
     assert names(tmp_path) == ["step-1", "step-2", "step-3.rewound"]
@@ -121,7 +121,7 @@ def test_a_rewind_that_dies_has_put_the_newest_steps_aside(tmp_path, monkeypatch
 @pytest.mark.parametrize("is_near", [False, True])
 def test_a_loop_that_counts_from_zero_after_a_resume_is_an_error(tmp_path, is_near):
     fill(tmp_path / "run", 10, 20)
-    rules = {"near": tmp_path / "near", "near_every": 5} if is_near else {"every": 5}
+    rules = {"near": Near(tmp_path / "near", every=5)} if is_near else {"every": 5}
     with Run(tmp_path / "run", signals=(), **rules) as run:
         run.resume(like=tree(0))
         with pytest.raises(
@@ -162,12 +162,12 @@ def test_a_resume_asks_the_other_processes_which_step_it_is_how_it_loaded_and_wh
 
 
 def test_a_fresh_run_that_dies_does_not_leave_near_steps_to_go_on_from(tmp_path, monkeypatch):
-    near = {"near": tmp_path / "near", "near_every": 1}
+    near = {"near": Near(tmp_path / "near", every=1)}
     with Run(tmp_path / "run", signals=(), **near) as run:
         run.resume()
         run.save(10, tree(10)).result()
         run.after(11, tree(11))
-    monkeypatch.setattr(near_module.Near, "begin", Mock(side_effect=[KeyboardInterrupt, None]))
+    monkeypatch.setattr(near_module.NearTier, "begin", Mock(side_effect=[KeyboardInterrupt, None]))
     with Run(tmp_path / "run", signals=(), fresh=True, **near) as run, pytest.raises(KeyboardInterrupt):
         run.save(1, tree(1))
     assert names(tmp_path / "run") == ["step-10.old"]

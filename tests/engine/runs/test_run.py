@@ -16,7 +16,7 @@ from eformer import checkpoint
 from eformer._engine.record.manifest import Manifest
 from eformer._engine.runs import last_save
 from eformer._engine.saving import recheck
-from eformer.checkpoint import Every, Keep, Run
+from eformer.checkpoint import Every, Keep, Near, Run
 from eformer.errors import (
     CorruptionError,
     LeafError,
@@ -124,11 +124,11 @@ def test_what_is_recorded_with_a_step(tmp_path):
     with Run(tmp_path, every=2) as run:
         run.save(1, {"w": np.ones(2)}, metrics={"loss": jnp.float32(0.5)}, metadata={"note": "x"})
         run.after(2, {"w": np.ones(2)})
-        run.request()
+        run.request_save()
         run.after(3, {"w": np.ones(2)})
         assert run.after(5, lambda: pytest.fail("it is not saved")) is None
     found = {step.number: step for step in checkpoint.steps(tmp_path)}
-    assert {number: step.why for number, step in found.items()} == {1: "call", 2: "every", 3: "asked"}
+    assert {number: step.reason for number, step in found.items()} == {1: "call", 2: "every", 3: "asked"}
     assert (found[1].metrics, found[1].metadata) == ({"loss": 0.5}, {"note": "x"})
     assert run.step == 3
 
@@ -156,9 +156,10 @@ def test_a_damaged_step_does_not_count_and_does_not_go(tmp_path):
     assert numbers(tmp_path) == [20, 30, 40]  # 30 is damaged: two sound ones stay
 
 
-def test_a_clock_saves_by_time_and_a_clock_that_is_set_back_does_nothing(tmp_path):
+def test_a_clock_saves_by_time_and_a_clock_that_is_set_back_does_nothing(tmp_path, monkeypatch):
     now = [0.0]
-    with Run(tmp_path, every=Every(minutes=1), clock=lambda: now[0]) as run:
+    monkeypatch.setattr(Run, "_seconds", lambda _: now[0])
+    with Run(tmp_path, every=Every(minutes=1)) as run:
         for step in range(1, 101):
             now[0] += 7 if step != 50 else -100
             run.after(step, {"w": np.ones(1)})
@@ -500,15 +501,15 @@ def test_a_signal_saves_the_step_and_stops(tmp_path):
             if run.stopping:
                 break
     assert (numbers(tmp_path), step, run.stopping) == ([4], 4, True)
-    assert checkpoint.steps(tmp_path)[0].why == "signal"
+    assert checkpoint.steps(tmp_path)[0].reason == "signal"
     assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_signal_in_an_evaluation_is_seen_by_tick_and_saved_by_the_next_step(tmp_path):
     with Run(tmp_path, signals=[signal.SIGUSR1]) as run:
-        assert not run.tick()
+        assert not run.should_stop()
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert run.tick()
+        assert run.should_stop()
         run.after(3, {"w": np.ones(1)})
         assert run.stopping
     assert numbers(tmp_path) == [3]
@@ -520,7 +521,7 @@ def test_the_handler_before_is_called_too(tmp_path):
     try:
         with Run(tmp_path, signals=[signal.SIGUSR1]) as run:
             os.kill(os.getpid(), signal.SIGUSR1)
-            assert run.tick()
+            assert run.should_stop()
         assert seen == ["before"]
     finally:
         signal.signal(signal.SIGUSR1, before)
@@ -547,7 +548,7 @@ def test_a_step_with_a_position_that_is_resumed_without_data_is_loaded_with_a_wa
     with Run(tmp_path) as run:
         assert run.resume(like=fresh()).step == 20
     (said,) = caplog.messages
-    assert "step 20 has a position in the data, and resume was called without data=" in said
+    assert "step 20 has a position in the data, but resume was called without data=" in said
     assert said.endswith("pass resume(data=) to go on at that position")
 
 
@@ -578,7 +579,7 @@ def test_a_run_whose_last_step_is_not_saved_warns_once_at_its_end(tmp_path, capl
 
 
 def test_a_last_step_that_is_in_the_near_tier_only_is_not_saved(tmp_path, caplog):
-    with Run(tmp_path / "run", every=2, near=tmp_path / "near", near_every=1) as run:
+    with Run(tmp_path / "run", every=2, near=Near(tmp_path / "near", every=1)) as run:
         for step in (1, 2, 3):
             run.after(step, {"w": np.ones(1)})
     assert "step 3 is done and not saved; the last saved step is 2" in caplog.text

@@ -100,7 +100,7 @@ def test_the_first_signal_is_logged_once_even_if_runs_are_nested(tmp_path, caplo
     caplog.handler.addFilter(lambda _: logged.set() or True)
     with Run(tmp_path / "outer") as outer, Run(tmp_path / "inner") as inner:
         os.kill(os.getpid(), signal.SIGTERM)
-        assert (outer.tick(), inner.tick(), logged.wait(20)) == (True, True, True)
+        assert (outer.should_stop(), inner.should_stop(), logged.wait(20)) == (True, True, True)
     caplog.handler.filters.clear()
     assert caplog.messages == [
         "SIGTERM: the run saves at the next step and stops; a second SIGTERM does not wait for it"
@@ -118,7 +118,7 @@ def test_a_loop_that_goes_on_after_a_signal_saves_by_its_rules_again(tmp_path):
 def test_a_run_inside_of_another_tells_both(tmp_path):
     with Run(tmp_path / "outer") as outer, Run(tmp_path / "inner") as inner:
         os.kill(os.getpid(), signal.SIGTERM)
-        assert (outer.tick(), inner.tick()) == (True, True)
+        assert (outer.should_stop(), inner.should_stop()) == (True, True)
 
 
 # ------------------------------------------------------------------------------------- other programs
@@ -227,12 +227,12 @@ def test_a_program_is_told_to_end(tmp_path, free_port, name):
     ):  # it came after the last call: the save is finished, then the signal does what it always does
         assert (code, said, step.number) == (-signal.SIGTERM, "", 1), log
     elif name == "handler after":  # JAX does not hear of it
-        assert (code, said, step.why) == (0, "handler ['called']\n", "call"), log
+        assert (code, said, step.reason) == (0, "handler ['called']\n", "call"), log
         assert "SIGTERM has a handler in Python" in log
     else:
         assert code == 0, log
         assert said.startswith(f"stopped {step.number}\n"), said + log
-        assert step.why == "signal"
+        assert step.reason == "signal"
         assert ("SIGTERM has a handler in Python" in log) == (name == "handler before")
     if name in ("service, two runs", "service off"):
         assert step.number == 1
@@ -296,7 +296,7 @@ signal.signal(signal.SIGTERM, lambda *_: seen.append(time.monotonic()))
 with Run("run") as run:
     while not seen or seen[-1] < seen[0] + 2:
         os.kill(os.getpid(), signal.SIGTERM)
-    print(run.tick())
+    print(run.should_stop())
 """
 
 

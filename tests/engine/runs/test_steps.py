@@ -278,8 +278,8 @@ def test_what_a_dead_save_left_is_no_step(run):
 def test_a_resume_from_a_step_of_a_newer_version_says_how_to_go_on_from_the_one_before(run):
     newer_version(run / "step-100")
     message = (
-        r"the newest step 100 is of a newer version: .* version 99; .* upgrade it; the one before is 10, and "
-        r"resume\(step=10, rewind=True\) goes on from it"
+        r"the newest step 100 is of a newer version: .* version 99; .* upgrade it; to go on from the step before, "
+        r"call resume\(step=10, rewind=True\)"
     )
     with checkpoint.Run(run, signals=()) as again:
         with pytest.raises(VersionError, match=message):

@@ -10,7 +10,7 @@ from flax.serialization import to_bytes
 from safetensors.numpy import save_file
 
 from eformer import checkpoint
-from eformer.checkpoint import Run
+from eformer.checkpoint import Near, Run
 from eformer.errors import MismatchError
 from support.trees import assert_same
 
@@ -104,7 +104,7 @@ def test_a_run_without_steps_needs_no_resume_and_one_that_resumed_from_nothing_h
 
 
 def test_near_steps_alone_are_steps_too(tmp_path):
-    near = {"near": tmp_path / "near", "near_every": 1}
+    near = {"near": Near(tmp_path / "near", every=1)}
     with Run(tmp_path / "run", signals=(), **near) as run:
         run.after(3, tree(3))
     for how in ("save", "after"):
@@ -116,7 +116,7 @@ def test_near_steps_alone_are_steps_too(tmp_path):
 
 
 def test_near_steps_of_another_run_do_not_count(tmp_path):
-    near = {"near": tmp_path / "near", "near_every": 1}
+    near = {"near": Near(tmp_path / "near", every=1)}
     with Run(tmp_path / "run", signals=(), **near) as run:
         run.after(3, tree(3))
     shutil.rmtree(tmp_path / "run")
@@ -127,7 +127,7 @@ def test_near_steps_of_another_run_do_not_count(tmp_path):
 
 
 def test_a_fresh_run_removes_near_steps(tmp_path):
-    near = {"near": tmp_path / "near", "near_every": 1}
+    near = {"near": Near(tmp_path / "near", every=1)}
     with Run(tmp_path / "run", signals=(), **near) as run:
         run.after(0, tree(0))
         run.after(3, tree(3))

@@ -8,7 +8,7 @@ import pytest
 from eformer import checkpoint
 from eformer._engine.runs.writer import Writer
 from eformer.checkpoint import Run
-from eformer.errors import SupersededError
+from eformer.errors import LeaseLostError, SupersededError
 
 
 def tree(number):
@@ -54,6 +54,19 @@ def test_being_superseded_is_never_tolerated(tmp_path):
     older.after(2, tree(2)).exception()
     with pytest.raises(SupersededError):
         older.after(3, tree(3))
+
+
+def test_a_lost_lease_is_tolerated_as_other_errors_of_a_save(tmp_path, monkeypatch):
+    with run_at(tmp_path, every=1, tolerate=1) as run:
+        with monkeypatch.context() as patch:
+            patch.setattr(Writer, "check", lambda _: raise_lost())
+            run.after(1, tree(1)).exception()
+        run.after(2, tree(2)).result()
+    assert numbers(tmp_path) == [2]
+
+
+def raise_lost():
+    raise LeaseLostError("the lease ran out; save again")
 
 
 def test_a_job_that_is_superseded_right_after_its_commit_removes_nothing(tmp_path, monkeypatch):

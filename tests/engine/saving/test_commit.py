@@ -28,7 +28,7 @@ from eformer._engine.saving import several
 from eformer._engine.saving.save import carry_out
 from eformer._engine.saving.start import start
 from eformer._engine.stores.directory import Directory
-from eformer._engine.stores.journal import sweep
+from eformer._engine.stores.journal import sweep_dead
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_upload import LocalUpload
 from eformer.checkpoint import SaveOptions, load, save, save_async
@@ -509,10 +509,10 @@ def test_a_place_that_a_process_has_joined_is_not_swept(tmp_path):
     joined = LocalUpload(tmp_path, made.token)
     made.abandon()
     with Directory.open(tmp_path) as place:
-        sweep(place, ())
+        sweep_dead(place, ())
         assert (tmp_path / made.token).exists()
         joined.close()
-        sweep(place, ())
+        sweep_dead(place, ())
     assert not (tmp_path / made.token).exists()
 
 

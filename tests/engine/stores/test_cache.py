@@ -227,7 +227,7 @@ def test_a_directory_that_everybody_may_write_to_is_not_used(url, cache, tree, c
     cache.chmod(0o777)
     save(tree, url)
     assert_same(load(url, options={"cache": cache}), tree)
-    assert "everybody may write to it" in caplog.text
+    assert "all users may write to it" in caplog.text
     assert not files(cache)
 
 

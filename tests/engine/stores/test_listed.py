@@ -42,7 +42,7 @@ class Dictionary(ListedStore):
 def test_a_level_is_listed_in_order_of_names():
     assert list(Dictionary().kinds().items()) == [("a", "file"), ("b", "directory"), ("b.txt", "file")]
     assert Dictionary().kinds("b") == Dictionary().at("b").kinds() == {"c": "directory", "y": "file"}
-    with pytest.raises(FileNotFoundError, match="there are no files in dict:///c"):
+    with pytest.raises(FileNotFoundError, match="no files are in dict:///c"):
         Dictionary().kinds("c")
 
 

@@ -88,7 +88,7 @@ def test_a_url_is_decoded_and_must_be_of_this_machine():
 
 @pytest.mark.parametrize("url", ["s3://bucket/x", "gs://bucket/x", "az://container/x", "memory://x"])
 def test_what_works_on_disks_only_says_so_of_a_bucket(url):
-    with pytest.raises(ValueError, match="is in a bucket, and this works in local directories only"):
+    with pytest.raises(ValueError, match="is in a bucket, expected a local path"):
         local_path(url)
 
 
@@ -112,7 +112,7 @@ PATH_CALLS = {
     "convert from": lambda path: checkpoint.convert(path, "x.npz"),
     "convert to": lambda path: checkpoint.convert("source", path, to="npz"),
     "Run": checkpoint.Run,
-    "near": lambda path: checkpoint.Run("run", near=path),
+    "near": lambda path: checkpoint.Run("run", near=checkpoint.Near(path, every=1)),
     "steps": checkpoint.steps,
     "latest": checkpoint.latest,
     "follow": lambda path: next(checkpoint.follow(path)),

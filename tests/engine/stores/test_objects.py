@@ -1,5 +1,7 @@
 """Requests to a server: what its answers become."""
 
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -61,7 +63,7 @@ def test_an_object_of_which_the_server_gives_two_lengths_is_an_error(monkeypatch
     longer = structs.replace(objects.head("a"), nbytes=9)
     monkeypatch.setattr(objects, "head", lambda key: longer)
     with pytest.raises(
-        OSError, match="does not read it from byte 5 on, and says that it is longer; try again"
+        OSError, match="does not read it from byte 5 on, although it says that it is longer; try again"
     ):
         objects.read("a", 5, 2)
 
@@ -103,3 +105,36 @@ def test_a_checkpoint_can_be_all_of_a_bucket(server, kind):
         "s3://answers/x",
         "s3://answers/x",
     )
+
+
+def test_threads_that_use_a_bucket_first_at_once_share_one_loop():
+    program = """
+import sys, threading
+sys.setswitchinterval(1e-6)
+from eformer._engine.stores.objects import _loop
+begin, found = threading.Barrier(8), []
+def use():
+    begin.wait()
+    found.append(_loop())
+threads = [threading.Thread(target=use) for _ in range(8)]
+[t.start() for t in threads]; [t.join() for t in threads]
+assert len({id(one) for one in found}) == 1
+assert [t.name for t in threading.enumerate()].count("eformer-requests") == 1
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_interpreter_ends_only_after_the_threads_of_obstore_have_left_the_loop():
+    program = """
+import threading, time
+from eformer._engine.stores.objects import _loop
+loop = _loop().loop
+def answer():
+    loop.calls += 1
+    time.sleep(0.3)
+    print("answered", flush=True)
+    loop.calls -= 1
+threading.Thread(target=answer, daemon=True).start()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout == "answered\n"

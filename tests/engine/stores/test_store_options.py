@@ -1,6 +1,8 @@
 """Options of buckets that callers give: for which URLs they hold, and how long."""
 
+import gc
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -8,7 +10,8 @@ import pytest
 from eformer import checkpoint
 from eformer._engine.stores.locate import store_at
 from eformer._engine.stores.store_options import options_of
-from eformer.checkpoint import Run, SaveOptions, load, save, store_options
+from eformer.checkpoint import Run, SaveOptions, load, save, save_async, store_options
+from eformer.errors import NotFoundError
 from support.commands import run
 from support.object_server import credentials, serving
 
@@ -100,22 +103,90 @@ def test_an_option_of_one_cloud_for_all_buckets_holds_for_that_cloud():
     assert "SENTINEL" not in str(raised.value)
 
 
-def test_a_call_can_give_options_and_they_stay_for_its_path(server, url):
-    options = credentials() | {"endpoint": server.url}
+@pytest.fixture
+def options(server):
+    return credentials() | {"endpoint": server.url}
+
+
+def test_options_of_a_call_hold_for_that_call_alone(options, url):
+    seen = []
     save({"w": np.ones(3)}, url, options=SaveOptions(store_options=options))
-    assert load(url)["w"].tolist() == [1, 1, 1]
-    assert load(url, options={"store_options": options | {"timeout": 9}})["w"].tolist() == [1, 1, 1]
-    assert options_of(url)["timeout"] == 9
-    assert options_of(url.removesuffix("/run")) == {}
-    with checkpoint.open(url) as view:
+    assert options_of(url) == {}
+    loaded = load(
+        url,
+        options={"store_options": options},
+        callback=lambda array, _: seen.append(options_of(f"{url}/x")) or array,
+    )
+    assert loaded["w"].tolist() == [1, 1, 1]
+    assert seen == [options]
+    assert options_of(url) == {}
+
+
+def test_a_later_call_without_options_does_not_see_those_of_an_earlier_one(options, url, monkeypatch):
+    for name, value in credentials().items():
+        monkeypatch.setenv(f"AWS_{name.upper()}", str(value))
+    save({"w": np.ones(3)}, url, options=SaveOptions(store_options=options))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # no server is there
+    load(url, options={"store_options": options})
+    with store_options("", retries=0, timeout=3), pytest.raises(OSError, match="9"):
+        load(url)
+
+
+def test_options_of_a_call_do_not_hold_after_its_error(options, url):
+    with pytest.raises(NotFoundError):
+        load(url, options={"store_options": options})
+    assert options_of(url) == {}
+
+
+def test_other_threads_do_not_see_the_options_of_a_call(options, url):
+    save({"w": np.ones(3)}, url, options=SaveOptions(store_options=options))
+    with ThreadPoolExecutor(1) as thread:
+
+        def note(array, _):
+            seen.append(thread.submit(options_of, url).result())
+            return array
+
+        seen = []
+        load(url, options={"store_options": options}, callback=note)
+    assert seen == [{}]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "tensorstore"])
+def test_a_save_in_the_background_has_its_options_until_it_is_done(options, url, kind, caplog):
+    """Also for the checkpoint beside it that `reuse` names."""
+    first = SaveOptions(store_options=options)
+    save_async({"w": np.ones(3)}, f"{url}/a", format=kind, options=first).result()
+    second = SaveOptions(store_options=options, reuse=f"{url}/a")
+    save_async({"w": np.ones(3)}, f"{url}/b", format=kind, options=second).result()
+    assert "reuse: cannot read" not in caplog.text
+    assert options_of(f"{url}/a") == options_of(f"{url}/b") == {}
+    assert load(f"{url}/b", options={"store_options": options})["w"].tolist() == [1, 1, 1]
+
+
+def test_an_open_view_keeps_the_options_with_which_it_was_opened(options, url):
+    save({"w": np.ones(3)}, url, options=SaveOptions(store_options=options))
+    with store_options(url, **options):
+        view = checkpoint.open(url)
+    with view:
         assert view["w"][:1].tolist() == [1]
 
 
-def test_a_run_takes_them_with_its_other_options(server, url):
-    options = credentials() | {"endpoint": server.url}
+def test_a_run_has_its_options_until_it_is_closed(options, url):
     with Run(url, every=1, options={"store_options": options}) as training:
         training.after(1, {"w": np.ones(3)})
-    assert [step.number for step in checkpoint.steps(url)] == [1]
+        training.wait()
+        assert [step.number for step in checkpoint.steps(url)] == [1]
+    assert options_of(url) == {}
+    with Run(url, every=1, options={"store_options": options}) as training:
+        assert training.resume().step == 1
+
+
+def test_a_run_that_is_not_closed_gives_its_options_back_when_it_is_collected(options, url):
+    training = Run(url, every=1, options={"store_options": options})
+    assert options_of(url) == options
+    del training
+    gc.collect()
+    assert options_of(url) == {}
 
 
 def test_options_for_a_local_path_are_refused(tmp_path):

@@ -1,10 +1,12 @@
 """Delete old checkpoints of a run."""
 
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -281,6 +283,31 @@ def test_a_half_removed_checkpoint_is_hidden(run, monkeypatch):
         prune(run, keep=3)
     (hidden,) = [name for name in os.listdir(run) if name not in ("run-100", "run-200", "run-1000")]
     assert hidden.startswith(".eformer-")
+
+
+def test_no_save_commits_between_the_last_look_at_a_step_and_its_removal(run, monkeypatch):
+    """A save commits under the lock of its directory, which the removal holds."""
+    rename, tried = os.rename, []
+
+    def commit_before(source, target, **directories):
+        if source == "run-90":
+            with closing_descriptor(run / "run-90") as descriptor, pytest.raises(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            tried.append(source)
+        return rename(source, target, **directories)
+
+    monkeypatch.setattr(os, "rename", commit_before)
+    assert [os.path.basename(path) for path in prune(run, keep=3).removed] == ["run-90"]
+    assert tried == ["run-90"]
+
+
+@contextmanager
+def closing_descriptor(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def test_a_link_is_not_followed(run, tmp_path):

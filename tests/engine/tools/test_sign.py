@@ -1,4 +1,4 @@
-"""Sign a checkpoint, and find everything that is not what was signed."""
+"""Sign a checkpoint, and find all differences from its signature."""
 
 import json
 import os
@@ -288,7 +288,7 @@ def test_a_file_that_is_swapped_after_it_was_looked_at_is_found(directory, monke
 
         with monkeypatch.context() as patch:
             patch.setattr(SignedStore, "differences", swap)
-            with pytest.raises(AlteredError, match="is not what was signed"):
+            with pytest.raises(AlteredError, match="differs from its signature"):
                 load(directory, signed_by=PUBLIC)
         (directory / name).write_bytes(data[directory / name])
     assert same(load(directory, signed_by=PUBLIC), tree())
@@ -437,11 +437,11 @@ def test_an_altered_step_is_skipped_as_a_damaged_one_is(tmp_path):
     data.write_bytes(flipped)
     found = checkpoint.Run(tmp_path / "run", signals=()).resume(signed_by=PUBLIC)
     assert found.step == 1
-    assert "is not what was signed" in found.skipped[2]
+    assert "differs from its signature" in found.skipped[2]
 
 
 def test_near_steps_are_not_signed(tmp_path):
-    run = checkpoint.Run(tmp_path / "run", near=tmp_path / "near", near_every=1, signals=())
+    run = checkpoint.Run(tmp_path / "run", near=checkpoint.Near(tmp_path / "near", every=1), signals=())
     with pytest.raises(ValueError, match="near steps are not signed"):
         run.resume(signed_by=PUBLIC)
 
@@ -577,7 +577,7 @@ def test_a_step_that_is_held_is_signed_as_the_step_is(tmp_path):
     step(tmp_path / "run")
     sign(tmp_path / "run", private_key=PRIVATE)
     (only,) = checkpoint.steps(tmp_path / "run")
-    with only.held() as path:
+    with only.hold() as path:
         assert same(load(path, signed_by=PUBLIC), tree())
 
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eformer._engine.processes.coordination import Together
-from eformer.checkpoint import Run
+from eformer.checkpoint import Near, Run
 from multihost.scenes.runs import Data
 from multihost.scenes.state import bits, check, mesh, put, tree
 
@@ -52,7 +52,7 @@ def near_digest(state):
 def near_loop(far, near, until, every=10, near_every=3, sleep=0.0):
     """Trains; returns where it began, the bits of the state, the position in the data, and what was skipped."""
     state, data, skipped = near_state(), Data(), {}
-    with Run(far, every=every, near=near, near_every=near_every, signals=()) as run:
+    with Run(far, every=every, near=Near(near, every=near_every), signals=()) as run:
         if found := run.resume(like=state, data=data):
             state, skipped = found.tree, found.skipped
         began = run.step
@@ -69,7 +69,7 @@ def near_resumed(far, near, how="as before"):
     """The step that the processes resume from, without data: with arrays that lie as before, or elsewhere."""
     elsewhere = {"rows": P("y"), "cells": P("y", "x"), "inner": P(), "everywhere": P(), "keys": P(("x", "y"))}
     like = near_state(elsewhere if how == "elsewhere" else None, turned=how == "turned")
-    with Run(far, near=near, near_every=3, signals=()) as run:
+    with Run(far, near=Near(near, every=3), signals=()) as run:
         found = run.resume(like=like)
     for leaf, wanted in zip(jax.tree.leaves(found.tree), jax.tree.leaves(like), strict=True):
         assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
@@ -84,7 +84,7 @@ def near_messages(far, near, steps):
         met.append(1)
         return meet(self, *arguments)
 
-    with Run(far, every=1000, near=near, near_every=5, signals=()) as run:
+    with Run(far, every=1000, near=Near(near, every=5), signals=()) as run:
         run.resume(like=state)
         Together.meet = counted
         try:
@@ -99,7 +99,7 @@ def near_messages(far, near, steps):
 def near_all_leaves(far, near):
     """Every kind of leaf, and what each process has for itself, comes back in each as it was there."""
     state, me = tree(7), jax.process_index()
-    with Run(far, near=near, near_every=1, signals=()) as run:
+    with Run(far, near=Near(near, every=1), signals=()) as run:
         run.resume(like=state)
         run.after(1, state)
         loaded = run.resume(like=state).tree

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from eformer._engine.stores.base import Change, Store, Upload, Version
 
 
-class Index(stores.Index, Protocol):
+class Index(stores.OldIndex, Protocol):
     """The index of a place as it is before a commit."""
 
     @property

@@ -42,7 +42,7 @@ from eformer._engine.record.rename import rules_from
 from eformer._engine.record.text import few
 from eformer._engine.stores.cache import caching
 from eformer._engine.stores.keys import public_key
-from eformer._engine.stores.store_options import remember
+from eformer._engine.stores.store_options import options_of_call
 from eformer._engine.tasks.deadline import within
 from eformer._engine.tasks.interrupts import called, uninterrupted
 from eformer._engine.tasks.pool import gc_paused
@@ -220,10 +220,8 @@ def load(
     del arguments["path"], arguments["return_report"]
     paths = [path] if isinstance(path, _ONE_PATH) else _list_of(path)
     request = request_from(is_list=len(paths) > 1, **arguments)
-    if request.options.store_options:
-        for each in paths:
-            remember(each, request.options.store_options)
-    loaded = load_tree(paths, request)
+    with options_of_call(request.options.store_options, *paths):
+        loaded = load_tree(paths, request)
     if return_report:
         return loaded.tree, loaded.report
     if request.partial or request.rename:

@@ -1,1 +1,1 @@
-"""Reports: what is in a checkpoint, what changed between two, and how a run went, as one HTML page."""
+"""Reports of a checkpoint, of the changes between two checkpoints, and of a run, as HTML pages."""

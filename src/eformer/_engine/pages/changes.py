@@ -1,4 +1,4 @@
-"""Compare a checkpoint with another: leaves added, removed and changed, and how the change spreads over the layers."""
+"""Compare two checkpoints: leaves added, removed and changed, and the spread of the change over the layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eformer._engine.tools.compare import became_text, describe, plain_became, r
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from eformer._engine.pages.contents import Contents, Leaf
+    from eformer._engine.pages.contents import Leaf, PageContents
     from eformer._engine.tools.compare import Comparison
 
 _MOST_LARGEST = 10
@@ -23,15 +23,15 @@ _NUMBER = re.compile(r"(?<!\d)\d{1,9}(?!\d)")
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """Describe how a leaf differs from that of the other checkpoint.
+class LeafChange:
+    """Describe how a leaf differs from its counterpart in the older checkpoint.
 
-    status      "same", "changed", "added", or "unknown" if only its values could tell, and they were not read
+    status      "same", "changed", "added", or "unknown" if only unread values could tell
     what        both dtypes and shapes, or values, if these differ
-    relative    the norm of the difference, divided by the norm of the other; infinity if that is zero
+    relative    the norm of the difference, divided by the norm of the older leaf; infinity if that norm is zero
     largest     the largest absolute difference of finite elements
-    share       the part of the elements that differ
-    unlike      elements of which one is NaN or infinite and the other is not the same; they are not in the norms
+    share       the share of the elements that differ
+    unlike      differing elements that are NaN or infinite on one side; they are not in the norms
     became_nan  elements that were finite, and now are NaN
     became_inf  elements that were finite, and now are infinite
     """
@@ -60,7 +60,7 @@ class Change:
 
 
 def _json(value: Any) -> Any:
-    """Round a number for JSON, which has none that is not finite."""
+    """Round a number for JSON, which has no NaN and no infinity."""
     if not isinstance(value, float):
         return value
     return rounded(value, 4) if math.isfinite(value) else None
@@ -71,18 +71,18 @@ def rounded(number: float, digits: int) -> float:
     return float(f"{number:.{digits}g}")
 
 
-SAME = Change("same", relative=0.0, largest=0.0, share=0.0)
+SAME = LeafChange("same", relative=0.0, largest=0.0, share=0.0)
 
 
-def recorded_change(contents: Contents, after: Leaf, other: Contents) -> Change | None:
-    """Return how a leaf differs from that of the other checkpoint, as far as the records tell; None if its values have
-    to be compared.
+def recorded_change(contents: PageContents, after: Leaf, other: PageContents) -> LeafChange | None:
+    """Return how a leaf differs from its counterpart in `other`, as far as the records tell; None if the values must
+    be compared.
 
     Leaves with the same digests are equal, and none of their bytes have to be read to know it.
     """
     before = other.counterpart(after, contents)
     if before is None:
-        return Change("added")
+        return LeafChange("added")
     views = contents.views[after.prefix], other.views[before.prefix]
     have_digests = all(view.tree.has_digests for view in views)
     differs = recorded_difference(before.record, after.record, have_digests=have_digests)
@@ -91,15 +91,15 @@ def recorded_change(contents: Contents, after: Leaf, other: Contents) -> Change 
     if not differs:
         return SAME
     nan, inf = plain_became(before.record, after.record)
-    return Change("changed", _was_and_is(before, after), became_nan=nan, became_inf=inf)
+    return LeafChange("changed", _was_and_is(before, after), became_nan=nan, became_inf=inf)
 
 
-def measured_change(after: Leaf, before: Leaf, found: Comparison) -> Change:
-    """Return how a leaf differs, by the comparison of its elements."""
+def measured_change(after: Leaf, before: Leaf, found: Comparison) -> LeafChange:
+    """Return how a leaf differs, given the comparison of its elements."""
     has_dtype = after.dtype == before.dtype
     if has_dtype and not found.differing:
         return SAME
-    return Change(
+    return LeafChange(
         "changed",
         "" if has_dtype else _was_and_is(before, after),
         found.relative,
@@ -119,7 +119,7 @@ def _was_and_is(before: Leaf, after: Leaf) -> str:
 
 
 def overview(
-    contents: Contents, other: Contents, found: Mapping[str, Change], *, most: int = 500
+    contents: PageContents, other: PageContents, found: Mapping[str, LeafChange], *, most: int = 500
 ) -> dict[str, Any]:
     """Describe the changes of a checkpoint as a whole, as JSON.
 
@@ -132,7 +132,7 @@ def overview(
     became = [leaf.path for leaf in leaves if found[leaf.path].became]
     loud = {"became": len(became)} if became else {}
     arrays = [leaf.path for leaf in leaves if leaf.entry and found[leaf.path].status == "changed"]
-    order = sorted(arrays, key=lambda path: weight(found[path]), reverse=True)
+    order = sorted(arrays, key=lambda path: strength(found[path]), reverse=True)
     largest = {
         of: [{"path": path, **found[path].as_json()} for path in order if is_of_optimizer(path) == of]
         for of in (False, True)
@@ -155,9 +155,9 @@ def _brief(leaf: Leaf) -> dict[str, Any]:
 _RANKS = {"same": 0, "unknown": 1, "changed": 2, "added": 3}
 
 
-def weight(change: Change | None) -> tuple[int, float]:
+def strength(change: LeafChange | None) -> tuple[int, float]:
     """Return a key that orders changes from the weakest: same, not read, changed by so much, added, changed beyond
-    measure, from zero, and became NaN or infinite. `weight` of source.js gives the same order."""
+    measure, from zero, and became NaN or infinite. `strength` of source.js gives the same order."""
     if change is None:
         return -1, 0.0
     if change.became:
@@ -167,14 +167,14 @@ def weight(change: Change | None) -> tuple[int, float]:
     return _RANKS[change.status], change.relative or 0.0
 
 
-def heatmaps(leaves: Sequence[Leaf], found: Mapping[str, Change]) -> list[dict[str, Any]]:
+def heatmaps(leaves: Sequence[Leaf], found: Mapping[str, LeafChange]) -> list[dict[str, Any]]:
     """Return heat maps as JSON, for each stack of layers: the relative change of every module in every layer.
 
     One more map has all leaves outside of layers, each in the row of its module. A map with leaves that became NaN or
     infinite is first, then the map with the most bytes.
     """
     at = _layer_positions([leaf.path for leaf in leaves])
-    stacks: dict[tuple[str, str] | None, list[tuple[str, str, int, Change]]] = defaultdict(list)
+    stacks: dict[tuple[str, str] | None, list[tuple[str, str, int, LeafChange]]] = defaultdict(list)
     for leaf in leaves:
         parts, where = leaf.path.split("."), at.get(leaf.path, -1)
         match = _NUMBER.search(parts[where]) if where >= 0 else None
@@ -191,7 +191,7 @@ def heatmaps(leaves: Sequence[Leaf], found: Mapping[str, Change]) -> list[dict[s
     )
 
 
-# Parts of names in which optimizers keep their state, which changes much more than what it belongs to.
+# Parts of names of optimizer state, which changes much more than the model.
 _OPTIMIZERS = frozenset({"opt_state", "optimizer", "optim", "opt", "mu", "nu", "exp_avg", "exp_avg_sq"})
 
 
@@ -199,7 +199,9 @@ def is_of_optimizer(path: str) -> bool:
     return not _OPTIMIZERS.isdisjoint(path.split("."))
 
 
-def _heatmap(ends: tuple[str, str] | None, cells: Sequence[tuple[str, str, int, Change]]) -> dict[str, Any]:
+def _heatmap(
+    ends: tuple[str, str] | None, cells: Sequence[tuple[str, str, int, LeafChange]]
+) -> dict[str, Any]:
     stack = "*".join(ends) if ends else ""
     loud = {row for row, _, _, change in cells if change.became}
     every_row = dict.fromkeys(row for row, _, _, _ in cells)
@@ -225,8 +227,8 @@ def _heatmap(ends: tuple[str, str] | None, cells: Sequence[tuple[str, str, int, 
     }
 
 
-def _cell(change: Change) -> list[Any]:
-    """Return the relative change; null and the reason if that does not describe it, and 1 if it became NaN or Inf."""
+def _cell(change: LeafChange) -> list[Any]:
+    """Return the relative change; or null and a text if no number describes it, and 1 if it became NaN or Inf."""
     if change.became:
         return [None, became_text(change.became_nan, change.became_inf), 1]
     if change.relative is None or not math.isfinite(change.relative):
@@ -237,7 +239,7 @@ def _cell(change: Change) -> list[Any]:
 
 
 def _layer_positions(paths: Sequence[str]) -> dict[str, int]:
-    """Find the part of each path that numbers a layer: the one with the most different numbers beside it."""
+    """Find the part of each path that numbers a layer: the part with the most different numbers in its place."""
     numbers: dict[tuple[str, ...], set[str]] = defaultdict(set)
     candidates: dict[str, list[tuple[int, tuple[str, ...]]]] = {}
     for path in paths:

@@ -1,4 +1,4 @@
-"""Keep the last few checkpoints open that pages have asked for, alone or beside another. Leaves are read on demand."""
+"""Keep the checkpoints of the last requests open, alone or compared with another. Read leaves on demand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.pages.changes import overview
-from eformer._engine.pages.contents import contents_of
+from eformer._engine.pages.contents import page_contents
 from eformer._engine.pages.facts import columns, leaf_facts
 from eformer._engine.pages.reading import measure_one
 from eformer._engine.pages.report import changes_of, made
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from eformer._engine.pages.requests import Answer
 
 Json = dict[str, Any]
-Place = tuple[str, "Hashable"]  # a path, and what tells a checkpoint from another one at the same path
+Located = tuple[str, "Hashable"]  # a path, and the identity of the checkpoint at it
 
 MOST_OPEN = 3  # checkpoints; a tree keeps up to 256 files open, and programs may have 1024
-MOST_LEAVES = 300_000  # of all that are open, but for the last
-MOST_READERS = 2  # leaves that are read at once; each takes up to three boxes of 16 MiB
+MOST_LEAVES = 300_000  # of all open checkpoints together; a single one may have more
+MOST_READERS = 2  # leaves that are read in parallel; each takes up to three boxes of 16 MiB
 _MOST_MEASURED = 5000  # leaves whose statistics are kept
-_PATIENCE = 0.25  # seconds between two looks whether the client is still there
+_PATIENCE = 0.25  # seconds between two checks that the client still waits
 
 
 class OpenCheckpoint:
-    """A checkpoint that is open, perhaps to be compared with another, and the leaves of it that were read."""
+    """An open checkpoint, perhaps with another to compare it with, and the results of the leaves that were read."""
 
     def __init__(self, path: str, readers: threading.Semaphore, against: str | None = None) -> None:
         with ExitStack() as stack:
-            self._contents = stack.enter_context(contents_of(path))
-            self._other = stack.enter_context(contents_of(against)) if against is not None else None
+            self._contents = stack.enter_context(page_contents(path))
+            self._other = stack.enter_context(page_contents(against)) if against is not None else None
             self._changes = changes_of(self._contents, self._other, {})
             self._stack = stack.pop_all()
         self._measured: dict[str, Measured] = {}
@@ -74,16 +74,16 @@ class OpenCheckpoint:
         return self._summary | made()
 
     def columns(self) -> Answer:
-        """Return the tree and the leaves, with everything that is known of them by now."""
+        """Return the tree and the leaves, with the results of the leaves that were read so far."""
         with self._lock:
             if self._columns is None:
                 self._columns = as_json(columns(self._contents, self._measured, self._changes))
             return self._columns
 
     def changes(self) -> Json | None:
-        """Return what changed since the other checkpoint, as far as the records and the leaves that were read tell.
+        """Return the changes since the compared checkpoint, as far as records and read leaves tell.
 
-        None if there is no other checkpoint.
+        None if no checkpoint is compared.
         """
         if self._other is None:
             return None
@@ -91,9 +91,9 @@ class OpenCheckpoint:
             return overview(self._contents, self._other, self._changes)
 
     def leaf(self, path: str, has_gone: Callable[[], bool]) -> Json | None:
-        """Describe a leaf; read it first, unless it was read before. None if there is no such leaf.
+        """Describe a leaf; read it first, unless it was read before. None if no leaf has this path.
 
-        Raise RefusedError as soon as nobody waits for it any more.
+        Raise RefusedError as soon as `has_gone` says that the client no longer waits.
         """
         if (leaf := self._contents.by_path.get(path)) is None:
             return None
@@ -104,7 +104,7 @@ class OpenCheckpoint:
         return leaf_facts(leaf, measured, self._changes.get(path))
 
     def _note(self, path: str, measured: Measured) -> None:
-        """Remember what reading a leaf has shown."""
+        """Remember the result of reading a leaf."""
         with self._lock:
             self._measured[path] = measured
             if len(self._measured) > _MOST_MEASURED:
@@ -116,7 +116,7 @@ class OpenCheckpoint:
     def _measure(self, leaf: Leaf, has_gone: Callable[[], bool]) -> Measured:
         def go_on() -> None:
             if has_gone():
-                raise RefusedError(408, "nobody waits for this leaf")
+                raise RefusedError(408, "the client no longer waits for this leaf")
 
         while not self._readers.acquire(timeout=_PATIENCE):
             go_on()
@@ -127,7 +127,7 @@ class OpenCheckpoint:
 
 
 class _Lent:
-    """A checkpoint that is being opened, or is open, and how many requests use it."""
+    """A checkpoint that is open or being opened, and the number of requests that use it."""
 
     def __init__(self) -> None:
         self.users, self.lock = 0, threading.Lock()
@@ -135,45 +135,45 @@ class _Lent:
 
 
 class Checkpoints:
-    """The checkpoints that are open. The one that was used longest ago is closed first."""
+    """The open checkpoints. The least recently used checkpoint is closed first."""
 
     def __init__(self) -> None:
-        self._places: OrderedDict[tuple[Place, Place | None], _Lent] = OrderedDict()
+        self._open: OrderedDict[tuple[Located, Located | None], _Lent] = OrderedDict()
         self._lock = threading.Lock()
         self._readers = threading.BoundedSemaphore(MOST_READERS)
 
     @contextmanager
-    def opened(self, place: Place, against: Place | None = None) -> Iterator[OpenCheckpoint]:
-        """Lend a checkpoint, beside another if there is one, which stay open for as long."""
-        key = place, against
+    def opened(self, located: Located, against: Located | None = None) -> Iterator[OpenCheckpoint]:
+        """Lend a checkpoint, and the checkpoint to compare it with. Both stay open until they are given back."""
+        key = located, against
         with self._lock:
-            lent = self._places.setdefault(key, _Lent())
-            self._places.move_to_end(key)
+            lent = self._open.setdefault(key, _Lent())
+            self._open.move_to_end(key)
             lent.users += 1
         try:
-            with lent.lock:  # others wait for the first to open it
+            with lent.lock:  # the first request opens it, and later ones wait
                 if lent.checkpoint is None:
-                    lent.checkpoint = OpenCheckpoint(place[0], self._readers, against and against[0])
+                    lent.checkpoint = OpenCheckpoint(located[0], self._readers, against and against[0])
             yield lent.checkpoint
         finally:
             for unused in self._given_back(lent):
                 unused.close()
 
     def _given_back(self, lent: _Lent) -> list[OpenCheckpoint]:
-        """Return the checkpoints to close, now that a request is done with one."""
+        """Give back a checkpoint after a request, and return the checkpoints to close."""
         with self._lock:
             lent.users -= 1
             closed = []
-            for key, one in list(self._places.items()):
+            for key, one in list(self._open.items()):
                 if one.users or (one.checkpoint and not self._are_too_many()):
                     continue
-                del self._places[key]
+                del self._open[key]
                 if one.checkpoint:
                     closed.append(one.checkpoint)
             return closed
 
     def _are_too_many(self) -> bool:
-        there = [place.checkpoint for place in self._places.values() if place.checkpoint]
+        there = [one.checkpoint for one in self._open.values() if one.checkpoint]
         return sum(one.opened for one in there) > MOST_OPEN or (
             len(there) > 1 and sum(one.leaves for one in there) > MOST_LEAVES
         )

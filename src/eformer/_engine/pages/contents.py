@@ -1,4 +1,4 @@
-"""List what is in a checkpoint, of any format that can be opened. Reads no data."""
+"""List the leaves of a checkpoint of any format that can be opened. Read no data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from eformer._engine.record.manifest import LeafEntry, RecordedSharding, TreeEntry
     from eformer._engine.tools.view import View
 
-TREE = "%@"  # before a prefix, where there are several trees; no escaped name begins with it
+TREE = "%@"  # before a prefix if the checkpoint has several trees; no escaped name begins with it
 
 _MOST_SHOWN = 200  # characters of a plain value
 _MOST_METADATA = 2000
@@ -35,7 +35,7 @@ _MOST_METADATA = 2000
 class Leaf:
     """An array or a plain value of a checkpoint.
 
-    path    its name; after `%@prefix.`, if there are several trees
+    path    its name; after `%@prefix.`, if the checkpoint has several trees
     name    its name in the tree of `prefix`
     value   the text of a plain value; None for an array
     plain   a plain value, as it is compared
@@ -68,18 +68,18 @@ class Leaf:
 
     @property
     def kind(self) -> str:
-        """Say what leaves that are alike have in common."""
+        """Return the text that leaves of one dtype and shape have in common."""
         return f"{self.dtype}{list(self.shape)}" if self.entry else "value"
 
 
 @dataclass
-class Contents:
-    """The leaves of a checkpoint, with the facts that stand above them.
+class PageContents:
+    """The leaves of a checkpoint, and the facts about all of them.
 
-    prefixes   the trees that were asked for: all, or one
-    problems   why trees cannot be read, or not as a whole
+    prefixes   the trees that are shown: all, or one
+    problems   by prefix, why a tree cannot be read, or not as a whole
 
-    Close it, or use it as a context manager: it keeps the files of the checkpoint open.
+    Use it as a context manager: it keeps the files of the checkpoint open.
     """
 
     path: str
@@ -100,7 +100,7 @@ class Contents:
 
     @property
     def is_one(self) -> bool:
-        """Tell whether paths have no prefix, because there is one tree, or one was asked for."""
+        """Tell whether paths have no prefix, because one tree is shown."""
         return len(self.prefixes) == 1
 
     @property
@@ -115,7 +115,7 @@ class Contents:
     def _by_prefix(self) -> dict[tuple[str, str], Leaf]:
         return {(leaf.prefix, leaf.name): leaf for leaf in self.leaves}
 
-    def counterpart(self, leaf: Leaf, of: Contents) -> Leaf | None:
+    def counterpart(self, leaf: Leaf, of: PageContents) -> Leaf | None:
         """Return the leaf here that a leaf of another checkpoint is compared with, as `diff` matches them.
 
         Leaves are matched by prefix and name; by name alone if both checkpoints are one tree.
@@ -152,7 +152,7 @@ class Contents:
         }
 
     def brief(self) -> dict[str, Any]:
-        """Return the facts that a comparison shows of the other checkpoint, as JSON."""
+        """Return the facts that a comparison shows of the older checkpoint, as JSON."""
         summary = self.summary()
         return {name: summary[name] for name in ("title", "path", "saved_at", "format")}
 
@@ -187,8 +187,8 @@ class Contents:
         return [*self._problems(), *map(printable, left_out)]
 
 
-def contents_of(path: str | os.PathLike[str], prefix: str | None = None) -> Contents:
-    """Open the checkpoint at `path` and list its leaves; with a prefix those of one tree."""
+def page_contents(path: str | os.PathLike[str], prefix: str | None = None) -> PageContents:
+    """Open the checkpoint at `path` and list its leaves; with a prefix, the leaves of one tree."""
     contents = look_at(path, lambda found: _contents(found, prefix))
     with ExitStack() as stack:
         for each in contents.prefixes:
@@ -200,23 +200,23 @@ def contents_of(path: str | os.PathLike[str], prefix: str | None = None) -> Cont
             contents.views[each] = view
             contents.leaves += _leaves(view.tree, each, "" if contents.is_one else f"{TREE}{escape(each)}")
         if contents.problems and not contents.views:
-            open_view(path, prefix=contents.prefixes[0]).close()  # which raises its error again
+            open_view(path, prefix=contents.prefixes[0]).close()  # raises its error again
         contents.stack = stack.pop_all()
     return contents
 
 
-def _contents(found: Found, prefix: str | None) -> Contents:
-    """Return what there is to know before the trees are opened."""
+def _contents(found: Found, prefix: str | None) -> PageContents:
+    """Return the contents before the trees are opened, without leaves."""
     prefixes = [prefix] if prefix is not None else [found.only] if found.only else list(found.trees)
     if prefix is not None or not prefixes:
-        found.listed(prefix)  # which raises, if there is none
-    return Contents(
+        found.listed(prefix)  # raises for a prefix that is missing, or a checkpoint without trees
+    return PageContents(
         str(found.path), found.manifest.format, prefixes, found.left_out(prefix), signer_of(found)
     )
 
 
 def _view(path: str | os.PathLike[str], prefix: str, problems: dict[str, str]) -> View:
-    """Open a tree; if files of it are missing, note that, and open what is there."""
+    """Open a tree. If files are missing, note the problem, and open the rest."""
     try:
         return open_view(path, prefix=prefix)
     except CorruptionError as error:

@@ -1,4 +1,4 @@
-"""Describe a leaf of a report as JSON, and all leaves as compact columns, which the page turns back into the same."""
+"""Describe a leaf of a report as JSON, and all leaves as compact columns, which source.js turns back into that."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from eformer._engine.record.outline import tree_rows
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from eformer._engine.pages.changes import Change
-    from eformer._engine.pages.contents import Contents, Leaf
+    from eformer._engine.pages.changes import LeafChange
+    from eformer._engine.pages.contents import Leaf, PageContents
     from eformer._engine.pages.reading import Measured
     from eformer._engine.pages.statistics import Histogram, Statistics
     from eformer._engine.record.manifest import RecordedSharding
 
 Json = dict[str, Any]
 
-# Two of these are a number up to 4095: the height of a bin, where the highest has 4095.
+# Two digits are a number up to 4095: the height of a bin, relative to the highest bin, which has 4095.
 DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 _MOST = len(DIGITS) ** 2 - 1
-_SAFE = 2**53  # beyond that, a number of JavaScript is not exact
+_SAFE = 2**53  # beyond this, integers in JavaScript are not exact
 
 
-def leaf_facts(leaf: Leaf, measured: Measured | None, change: Change | None = None) -> Json:
-    """Describe one leaf: what `source.leaf(path)` of a page returns."""
+def leaf_facts(leaf: Leaf, measured: Measured | None, change: LeafChange | None = None) -> Json:
+    """Describe one leaf, as `source.leaf(path)` of a page returns it."""
     return {
         "path": leaf.path,
         "dtype": leaf.dtype,
@@ -83,7 +83,7 @@ def _histogram_facts(found: Histogram | None) -> Json | None:
 
 
 def _number(value: float | None, digits: int) -> Any:
-    """Return a number for JSON: rounded, or text if JavaScript would not have it exactly."""
+    """Return a number for JSON: rounded, or as text if it is not exact in JavaScript."""
     if value is None or isinstance(value, int):
         return value if value is None or abs(value) < _SAFE else str(value)
     return rounded(value, digits) if math.isfinite(value) else None
@@ -92,8 +92,10 @@ def _number(value: float | None, digits: int) -> Any:
 # ------------------------------------------------------------------------------------------- columns
 
 
-def columns(contents: Contents, measured: Mapping[str, Measured], changes: Mapping[str, Change]) -> Json:
-    """Return the tree and the leaves in columns: a tenth of the size of one object for each leaf."""
+def columns(
+    contents: PageContents, measured: Mapping[str, Measured], changes: Mapping[str, LeafChange]
+) -> Json:
+    """Return the tree and the leaves in columns, which take a tenth of the bytes of one object for each leaf."""
     rows = tree_rows([(leaf.path, leaf.kind) for leaf in contents.leaves])
     leaves = [contents.leaves[row.leaf] for row in rows if row.leaf >= 0]
     some = [measured.get(leaf.path) for leaf in leaves]
@@ -118,7 +120,7 @@ def columns(contents: Contents, measured: Mapping[str, Measured], changes: Mappi
 
 
 class _Table:
-    """Number different things in the order in which they come."""
+    """Number distinct entries in the order of their first use."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
@@ -157,7 +159,7 @@ def _runs(flags: Sequence[bool]) -> list[int]:
 
 
 def _statistics_columns(facts: Sequence[Json | None]) -> Json | None:
-    """Return the statistics of the leaves that have some, in their order, and which these are."""
+    """Return the statistics in columns, and which leaves have them."""
     some = [one for one in facts if one]
     if not some:
         return None
@@ -175,7 +177,7 @@ def _statistics_columns(facts: Sequence[Json | None]) -> Json | None:
 
 
 def _axis(found: Json) -> list[Any] | None:
-    """Return the axis of a histogram, unless it is a linear one from the least to the greatest element."""
+    """Return the axis of a histogram; None for a linear axis from the least to the greatest element."""
     one = found["histogram"]
     if one is None or (
         one["scale"] == "linear" and (one["low"], one["high"]) == (found["min"], found["max"])
@@ -185,15 +187,15 @@ def _axis(found: Json) -> list[Any] | None:
 
 
 def _packed(counts: Sequence[int]) -> str:
-    """Write the bins as two digits each, relative to the highest, which is the first number before a blank."""
+    """Write the count of the highest bin, a blank, and each bin as two digits, relative to the highest."""
     most = max(counts)
     heights = [0 if not n else max(1, round(n * _MOST / most)) for n in counts]
     return f"{most} " + "".join(DIGITS[h // len(DIGITS)] + DIGITS[h % len(DIGITS)] for h in heights)
 
 
-def _change_columns(changes: Sequence[Change]) -> Json:
-    """Return the first letters of the statuses; of the leaves that changed, in their order, how much; and by number
-    what only few have."""
+def _change_columns(changes: Sequence[LeafChange]) -> Json:
+    """Return the first letter of each status, the amounts of the changed leaves in columns, and rare facts by the
+    number of the leaf."""
     changed = [(n, change.as_json()) for n, change in enumerate(changes) if change.status == "changed"]
     dense = {"relative": 4, "largest": 3, "share": 4}
     return {

@@ -1,7 +1,7 @@
-"""Follow a run while it trains: its steps, as they are now, for pages that ask again and again.
+"""Follow a run while it trains, and list its present steps for pages that poll.
 
-A thread looks at the run for as long as somebody asks. A step is read when it is new or another one than before, the
-newest first; a few of the others are read again at every look, because a file may be damaged at any time.
+A thread looks at the run as long as a page polls. It reads new and replaced steps, the newest first, and at every look
+reads a few known steps again, because a file may be damaged at any time.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.steps import name_of_step
 from eformer._engine.pages.timeline import News, SeenStep, read_step, reasons
 from eformer._engine.record.text import printable
-from eformer._engine.runs.retention import removable
+from eformer._engine.runs.retention import by_series, removable
 from eformer._engine.runs.steps import resumed_from, steps
 from eformer._engine.stores import checkpoints
 from eformer._engine.stores.local import on_disk, usage
@@ -34,17 +35,17 @@ logger = logging.getLogger("eformer.serve")
 
 Json = dict[str, Any]
 
-_SECONDS_BETWEEN = 1.0  # two looks at a directory
-_SECONDS_BETWEEN_FAR = 10.0  # two looks at a bucket, which cost money
-_SECONDS_UNASKED = 30.0  # after which the thread ends
+_SECONDS_BETWEEN = 1.0  # between two looks at a directory
+_SECONDS_BETWEEN_FAR = 10.0  # between two looks at a bucket: requests cost money
+_SECONDS_UNASKED = 30.0  # the thread ends if no page polls for so long
 _SECONDS_BETWEEN_NEWS = 0.3  # while many steps are read
-_READ_AGAIN = 20  # steps at every look
-_PATIENCE = 0.5  # seconds that whoever asks waits for the first look to be complete
+_READ_AGAIN = 20  # known steps that each look reads again
+_PATIENCE = 0.5  # seconds that a poll waits for the first look to be complete
 _REST = 10  # times as long as a look takes: a run of thousands of steps must not slow down the training
 
 
 class LiveRun:
-    """The steps of a run, followed by a thread while somebody asks for them."""
+    """The steps of a run, followed by a thread while a page polls."""
 
     def __init__(self, path: str, rules: Sequence[Keep] = ()) -> None:
         self.path, self.store, self.rules = path, store_at(path), rules
@@ -61,7 +62,7 @@ class LiveRun:
         self._closed.set()
 
     def news(self) -> News:
-        """Return the steps as they are known now. Only the first calls wait, for the first look."""
+        """Return the steps that are known now. Only calls before the end of the first look wait for it."""
         with self._changed:
             self._asked = time.monotonic()
             if self._follower is None:
@@ -70,13 +71,12 @@ class LiveRun:
             self._changed.wait_for(lambda: self._news.is_complete, _PATIENCE)
             return self._news
 
-    def place(self, number: int) -> tuple[str, Hashable]:
-        """Return the path of a step and what tells it from another of the same number. Raise NotFoundError if it is not
-        there any more."""
+    def locate(self, number: int) -> tuple[str, Hashable]:
+        """Return the path and the identity of a step. Raise NotFoundError if the run no longer has it."""
         known = next((step.name for step in self._news.steps if step.number == number), None)
         name = known or name_of_step(self.store, number)
         try:
-            return self.store.path_to(name), identity_of(self.store, name)
+            return self.store.path_to(name), require_identity(self.store, name)
         except FileNotFoundError:
             raise NotFoundError(
                 f"step {number} is not there: it was removed by the rules of the run or by hand, or never saved"
@@ -113,12 +113,12 @@ class LiveRun:
         self._tell(is_complete=True)
 
     def _merged(self, there: Mapping[str, Step]) -> dict[str, SeenStep]:
-        """Return the steps that are there: as they were read before, unless they are others now."""
+        """Return the listed steps with the facts that were read before; without facts for new and replaced steps."""
         before = {(step.name, step.identity): step for step in self._news.steps}
         found = {}
         for name, step in there.items():
             with suppress(FileNotFoundError):  # removed meanwhile
-                identity = identity_of(self.store, name)
+                identity = require_identity(self.store, name)
                 found[name] = before.get((name, identity)) or SeenStep(step.number, name, identity)
         return found
 
@@ -132,7 +132,7 @@ class LiveRun:
         self._tell(steps=tuple(seen.values()), **self._retention(seen.values()))
 
     def _to_read(self, seen: Mapping[str, SeenStep]) -> list[str]:
-        """List the steps that were never read, the newest first, and a few others, in turn."""
+        """List the unread steps, the newest first, and a few known steps, in turn."""
         names = [*seen]
         start = self._again % max(1, len(names))
         again = [name for name in (names[start:] + names[:start])[:_READ_AGAIN] if seen[name].is_read]
@@ -140,15 +140,14 @@ class LiveRun:
         return [name for name in reversed(names) if not seen[name].is_read] + again
 
     def _retention(self, seen: Collection[SeenStep]) -> Json:
-        """Return what the rules would remove, as `prune` does: sound steps alone that no link points to; and why the
-        others stay."""
-        sound = [step for step in seen if step.is_read and step.problem is None]
-        if not self.rules or not sound:
+        """Return the steps that `prune` would remove by the rules, and the reasons why other steps stay."""
+        facts = {step.name: step.facts for step in seen if step.is_read and step.problem is None}
+        if not self.rules or not facts:
             return {}
-        facts = {step.name: step.facts for step in sound}
+        removed = (removable(self.store, series, self.rules, now=time.time()) for series in by_series(facts))
         return {
-            "removed": frozenset(removable(self.store, facts, self.rules, now=time.time())),
-            "reasons": reasons([*facts.values()], self.rules, resumed_from(self.store)),
+            "removed": frozenset(chain.from_iterable(removed)),
+            "reasons": reasons(facts, self.rules, resumed_from(self.store)),
         }
 
     def _measure_sizes(self, names: Sequence[str]) -> None:
@@ -164,8 +163,8 @@ class LiveRun:
                 self._changed.notify_all()
 
 
-def identity_of(store: Store, name: str) -> Hashable:
-    """Return what tells a checkpoint from another of the same name. Raise FileNotFoundError if it is not there."""
+def require_identity(store: Store, name: str) -> Hashable:
+    """Return the identity of a checkpoint. Raise FileNotFoundError if it is gone."""
     found = checkpoints.identity_of(store, name)
     if not found:
         raise FileNotFoundError(name)

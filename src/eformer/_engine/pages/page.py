@@ -1,4 +1,4 @@
-"""Write a report as one HTML file: styles, scripts and data are inside, nothing is loaded, names are never markup."""
+"""Write a report as one HTML file with its styles, scripts and data. It loads nothing, and names are never markup."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ SCRIPTS = {"checkpoint": _SCRIPTS, "run": (*_SCRIPTS, "run.js")}
 
 MARK = b'<meta name="generator" content="eformer">'  # in every page
 
-# What would end the element, or a line of a script, is written as JSON escapes.
+# These characters could end the script element or a line of the script, so they become JSON escapes.
 _ESCAPES = {character: f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 
 def page(data: dict[str, Any]) -> str:
-    """Return the page of a report, given its data: those of a checkpoint or of a run.
+    """Return the page of a report of a checkpoint or of a run, given its data.
 
-    Only its own style and script may run, by their hashes, and nothing may be loaded from anywhere.
+    The policy of the page allows its own style and script alone, by their hashes, and no loads.
     """
-    style = joined(STYLES)
-    code = joined(SCRIPTS[data["kind"]]) + "\neformer.start(eformer.embeddedSource(eformer.embeddedData()));"
+    style = joined_assets(STYLES)
+    code = (
+        joined_assets(SCRIPTS[data["kind"]])
+        + "\neformer.start(eformer.embeddedSource(eformer.embeddedData()));"
+    )
     allowed = f"style-src {_hash(style)}; script-src {_hash(code)}"
     policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
     return asset("page.html").format(
@@ -46,13 +49,13 @@ def asset(name: str) -> str:
     return resources.files(__package__).joinpath("assets", name).read_text("utf-8")
 
 
-def joined(names: Sequence[str]) -> str:
-    """Return the text of several files of the package."""
+def joined_assets(names: Sequence[str]) -> str:
+    """Return the texts of several files of the package as one."""
     return "\n".join(map(asset, names))
 
 
 def embedded_json(data: Any) -> str:
-    """Return JSON that can stand inside of a script element."""
+    """Return JSON that is safe inside of a script element."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.translate({ord(character): escaped for character, escaped in _ESCAPES.items()}).encode(
         "utf-8", "replace"

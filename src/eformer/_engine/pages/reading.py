@@ -1,5 +1,5 @@
-"""Read the values of a checkpoint once, in bounded memory, and measure each leaf, beside those of another if there is
-one."""
+"""Read the values of a checkpoint once, in bounded memory, measure each leaf, and compare it with an older
+checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.pages.changes import Change, measured_change, recorded_change
+from eformer._engine.pages.changes import LeafChange, measured_change, recorded_change
 from eformer._engine.pages.statistics import Collector, has_statistics
 from eformer._engine.record.lazy_arrays import StoredLeaf
 from eformer._engine.record.pieces import pieces
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from eformer._engine.pages.contents import Contents, Leaf
+    from eformer._engine.pages.contents import Leaf, PageContents
     from eformer._engine.pages.statistics import Statistics
     from eformer._engine.tasks.progress import Meter, Progress
     from eformer._engine.tools.view import View
 
 _DEFAULT_MEMORY = 10**9  # bytes
-_LEAST = 64 * 10**6  # bytes beside what the program takes
-_WORKING = 8 * 2**20  # bytes of a thread beside its boxes
+_LEAST = 64 * 10**6  # bytes beyond the present size of the program
+_WORKING = 8 * 2**20  # bytes of a thread besides its boxes
 _BOX_BYTES = 16 * 2**20
 _LEAST_BOX = 2**18
 _BATCH = 2048  # leaves
@@ -38,14 +38,15 @@ _BATCH = 2048  # leaves
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What reading a leaf has shown.
+    """The result of reading a leaf.
 
-    problem      why it could not be read; damage, if its bytes do not match their digest
+    problem      why the leaf could not be read
+    is_damaged   whether its bytes are missing or do not match their digests
     is_checked   whether every byte was compared with its digest
     """
 
     statistics: Statistics | None = None
-    change: Change | None = None
+    change: LeafChange | None = None
     problem: str | None = None
     is_damaged: bool = False
     is_checked: bool = False
@@ -53,17 +54,17 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How much may be in memory at once: threads, and the bytes of one box of each."""
+    """A bound on memory: the number of threads, and the bytes of one box of each thread."""
 
     threads: int
     box: int
 
     @classmethod
     def within(cls, memory: int | None, *, sides: int = 1) -> Room:
-        """Share out `memory`, the most bytes that the program takes; None for 1 GB more than it takes now.
+        """Divide `memory`, the most bytes that the program takes; None for 1 GB more than it takes now.
 
-        A box is in memory several times at worst: as bytes, as elements, as a part that is being widened, and in what
-        the allocator keeps of the ones before.
+        A box is in memory up to five times: as bytes, as elements, as elements that are being widened, and in freed
+        memory of earlier boxes that the allocator keeps.
         """
         taken = resident_bytes()
         free = _DEFAULT_MEMORY if memory is None else memory - taken
@@ -78,16 +79,16 @@ class Room:
 
 
 def measure(
-    contents: Contents,
-    other: Contents | None = None,
+    contents: PageContents,
+    other: PageContents | None = None,
     *,
     memory: int | None = None,
     progress: Progress = None,
 ) -> dict[str, Measured]:
-    """Read every array once, and return what was found by the paths of the leaves.
+    """Read every array once, and return the results by the paths of the leaves.
 
-    Bytes are checked against their digests where there are any. A leaf that is damaged is described as such, and the
-    others are measured. Arrays of `other` are read only where the record does not say that they are the same.
+    Check bytes against their digests, where the format has digests. A damaged leaf does not stop the rest. Arrays of
+    `other` are read only if the records do not say that they are the same.
     """
     room = Room.within(memory, sides=1 if other is None else 2)
     pairs = [_Pair(contents, leaf, other) for leaf in contents.leaves if leaf.entry]
@@ -98,9 +99,9 @@ def measure(
 
 
 class _Pair:
-    """A leaf, and the leaf of the same name in the other checkpoint that it is compared with."""
+    """A leaf, and its counterpart in the older checkpoint, if one is compared."""
 
-    def __init__(self, contents: Contents, leaf: Leaf, other: Contents | None) -> None:
+    def __init__(self, contents: PageContents, leaf: Leaf, other: PageContents | None) -> None:
         assert leaf.entry
         self.leaf, self.entry = leaf, leaf.entry
         self.view: View = contents.views[leaf.prefix]
@@ -119,7 +120,7 @@ class _Pair:
 def _tasks(
     pairs: Sequence[_Pair], room: Room, found: dict[str, Measured], meter: Meter
 ) -> Iterator[Callable[[], None]]:
-    """Yield tasks, the largest leaves first: each reads one leaf box by box, or many small ones at once."""
+    """Yield tasks, the largest leaves first: each reads one leaf box by box, or a batch of small leaves."""
     large = [pair for pair in pairs if not _is_small(pair, room)]
     for pair in sorted(large, key=lambda pair: -pair.nbytes):
         yield partial(_measure_large, pair, room, found, meter)
@@ -134,7 +135,7 @@ def _is_small(pair: _Pair, room: Room) -> bool:
 
 
 def _batches(pairs: Sequence[_Pair], most: int) -> Iterator[list[_Pair]]:
-    """Group leaves of the same trees that fit into one box together."""
+    """Group small leaves of the same trees so that each group fits into one box."""
     batch: list[_Pair] = []
     nbytes = 0
     for pair in pairs:
@@ -158,7 +159,7 @@ def _measure_batch(batch: Sequence[_Pair], room: Room, found: dict[str, Measured
         if compared := [pair.other.name for pair in batch if pair.is_compared and pair.other]:
             assert batch[0].other_view
             others = batch[0].other_view.read_all(compared)
-    except _READ_ERRORS:  # of one of them: find out which
+    except _READ_ERRORS:  # of one leaf: read each alone to find it
         for pair in batch:
             _measure_large(pair, room, found, meter)
         return
@@ -176,7 +177,7 @@ def _measured(pair: _Pair, boxes: Any) -> Measured:
             collector.add(box)
         if comparison:
             comparison.add(other, box)
-        del box, other  # the next ones are read in their place
+        del box, other  # frees their memory for the next boxes
     change = measured_change(pair.leaf, pair.other, comparison) if comparison and pair.other else pair.change
     statistics = collector.result() if collector else None
     return Measured(statistics, change, is_checked=pair.view.tree.has_digests)
@@ -197,10 +198,10 @@ def _measured_by_boxes(pair: _Pair, boxes: Iterator[tuple[Any, Any]]) -> Measure
 
 
 def measure_one(
-    contents: Contents, leaf: Leaf, other: Contents | None = None, *, before_box: Callable[[], None]
+    contents: PageContents, leaf: Leaf, other: PageContents | None = None, *, before_box: Callable[[], None]
 ) -> Measured:
-    """Read one array, box by box, and compare it with that of the other checkpoint. `before_box` is called before each
-    box, and may raise to give up."""
+    """Read one array, box by box, and compare it with its counterpart. Call `before_box` before each box; it may raise
+    to give up."""
 
     def watched() -> Iterator[tuple[Any, Any]]:
         before_box()
@@ -213,7 +214,7 @@ def measure_one(
 
 
 class TooLargeError(Exception):
-    """A leaf needs more memory than is allowed."""
+    """A leaf needs more memory than `memory` allows."""
 
 
 def _boxes(pair: _Pair, room: Room) -> Iterator[tuple[Any, Any]]:
@@ -241,9 +242,9 @@ def _stored(view: View | None, leaf: Leaf | None, room: Room) -> StoredLeaf:
 
 
 def compared(
-    contents: Contents, leaf: Leaf, others: Contents, other: Leaf, room: Room, *, is_same: bool
+    contents: PageContents, leaf: Leaf, others: PageContents, other: Leaf, room: Room, *, is_same: bool
 ) -> Comparison:
-    """Compare a leaf with that of an earlier checkpoint. With `is_same`, only the earlier one is read."""
+    """Compare a leaf with its counterpart in an earlier checkpoint. With `is_same`, read the earlier leaf alone."""
     before = _stored(others.views[other.prefix], other, room)
     now = before if is_same else _stored(contents.views[leaf.prefix], leaf, room)
     found = Comparison()

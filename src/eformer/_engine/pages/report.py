@@ -1,4 +1,4 @@
-"""Report on a checkpoint, beside another one if there is one, or on a run."""
+"""Report on a checkpoint, alone or compared with another, or on a run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.steps import is_run
-from eformer._engine.pages.changes import Change, overview, recorded_change
-from eformer._engine.pages.contents import contents_of
+from eformer._engine.pages.changes import LeafChange, overview, recorded_change
+from eformer._engine.pages.contents import page_contents
 from eformer._engine.pages.facts import columns
 from eformer._engine.pages.page import MARK, page
 from eformer._engine.pages.reading import Measured, measure
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from eformer._engine.pages.contents import Contents
+    from eformer._engine.pages.contents import PageContents
     from eformer._engine.record.policies import Keep
     from eformer._engine.tasks.progress import Progress
 
 
 @dataclass(frozen=True)
-class HtmlReport:
-    """A report as one HTML page, which needs no network. Shown inline in notebooks.
+class Report:
+    """A report as one HTML page, which needs no network. Notebooks show it inline.
 
     path   the checkpoint or the run that it describes
-    data   what it shows, as JSON
+    data   its facts, as JSON
     html   the page
     """
 
@@ -54,16 +54,16 @@ class HtmlReport:
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> str:
         """Write the page to a file, which appears whole or not at all; return its path.
 
-        A report that is there is replaced; any other file only with `overwrite`.
+        An existing report is replaced; any other file only with `overwrite`.
         """
         if not overwrite:
-            check_replaceable(path)
+            check_report_path(path)
         with replacing(local_path(path)) as file:
             file.write(self.html.encode())
         return os.fspath(path)
 
     def _repr_html_(self) -> str:
-        """Show the page in a frame that may run its own script, and nothing else."""
+        """Return the page in a frame that may run its own script, and nothing else."""
         source = html.escape(self.html, quote=True)
         return (
             f'<iframe sandbox="allow-scripts" srcdoc="{source}" title="eformer report" '
@@ -71,16 +71,16 @@ class HtmlReport:
         )
 
 
-def check_replaceable(path: str | os.PathLike[str]) -> None:
-    """Raise FileExistsError unless there is nothing, or a report."""
+def check_report_path(path: str | os.PathLike[str]) -> None:
+    """Raise FileExistsError unless `path` is free, or a report."""
     file = local_path(path)
     if file.exists() and not _is_report(file):
-        what = "is a directory" if file.is_dir() else "exists and is not a report"
-        raise FileExistsError(f"{os.fspath(path)} {what}; choose another name")
+        state = "is a directory" if file.is_dir() else "exists and is not a report"
+        raise FileExistsError(f"{os.fspath(path)} {state}; choose another name")
 
 
 def _is_report(path: Path) -> bool:
-    if not path.is_file():  # a directory, or a pipe, which would be waited for
+    if not path.is_file():  # a directory, or a pipe, whose reads would wait
         return False
     with path.open("rb") as file:
         return MARK in file.read(4096)
@@ -97,15 +97,15 @@ def report(
     keep: int | Keep | Sequence[Keep] | None = None,
     memory: int | None = None,
     progress: Progress = None,
-) -> HtmlReport:
+) -> Report:
     """Report on the checkpoint at `path`: its tree, sizes, dtypes, shardings, and the distribution of every leaf.
 
-    The path of a run gives a report on the run: its steps, sizes and metrics, what is damaged, and how much each step
-    changed the model.
+    The path of a run gives a report on the run: its steps, sizes, metrics and damage, and how much each step changed
+    the model.
 
-    against    another checkpoint, such as an earlier step: leaves added and removed, and how much the others changed
+    against    another checkpoint, such as an earlier step: leaves added, removed and changed, and by how much
     values     False reads headers only: no statistics, and nothing is checked
-    prefix     report on this tree alone, if there are several
+    prefix     report on this tree alone, of several
     step       report on this step of the run at `path`
     keep       rules as for `Run`: a report on a run shows which steps they keep
     memory     the most bytes that the program takes; None for 1 GB more than it takes now
@@ -122,19 +122,19 @@ def report(
     """
     if step is None and against is None and prefix is None and is_run(store_at(path)):
         run = run_facts(path, keep_from(keep) or (), values=values, memory=memory, progress=progress)
-        return HtmlReport(
+        return Report(
             run["path"], {"version": 1, "kind": "run", "title": f"{run['title']}: run", "run": run | made()}
         )
     path = path_of_step(path, step)
-    with contents_of(path, prefix) as contents:
+    with page_contents(path, prefix) as contents:
         if against is None:
             return _checkpoint_report(contents, None, values, memory, progress)
-        with contents_of(against, prefix) as other:
+        with page_contents(against, prefix) as other:
             return _checkpoint_report(contents, other, values, memory, progress)
 
 
-def damage_in(report: HtmlReport) -> str:
-    """Say what a report shows as damaged: how much, and the first of it. Empty if nothing is."""
+def damage_in(report: Report) -> str:
+    """Return the damage in a report as text: the number of damaged arrays or steps, and the first. Empty if none."""
     if report.data["kind"] == "run":
         steps = [
             f"{step['name']}: {step['problem']}" for step in report.data["run"]["steps"] if step["problem"]
@@ -145,8 +145,8 @@ def damage_in(report: HtmlReport) -> str:
     return "; ".join([*report.data["summary"]["problems"], *texts])
 
 
-def became_in(report: HtmlReport) -> str:
-    """Name the leaves, or the steps of a run, that became NaN or infinite. Empty if none did."""
+def became_in(report: Report) -> str:
+    """Return the leaves, or the steps of a run, that became NaN or infinite, as text. Empty if none did."""
     if report.data["kind"] == "run":
         return few(alarms(report.data["run"]["steps"]))
     against = report.data.get("against")
@@ -157,8 +157,8 @@ def became_in(report: HtmlReport) -> str:
 
 
 def _checkpoint_report(
-    contents: Contents, other: Contents | None, values: bool, memory: int | None, progress: Progress
-) -> HtmlReport:
+    contents: PageContents, other: PageContents | None, values: bool, memory: int | None, progress: Progress
+) -> Report:
     measured = measure(contents, other, memory=memory, progress=progress) if values else {}
     found = changes_of(contents, other, measured)
     summary = contents.summary() | made() | {
@@ -170,32 +170,32 @@ def _checkpoint_report(
     if other:
         data["against"] = overview(contents, other, found)
         summary["against"] = other.brief()
-    return HtmlReport(contents.path, data | {"leaves": columns(contents, measured, found)})
+    return Report(contents.path, data | {"leaves": columns(contents, measured, found)})
 
 
 def changes_of(
-    contents: Contents, other: Contents | None, measured: dict[str, Measured]
-) -> dict[str, Change]:
-    """Return how each leaf differs from that of the other checkpoint, if there is one: as measured, or as far as the
-    records tell."""
-    found: dict[str, Change] = {}
+    contents: PageContents, other: PageContents | None, measured: dict[str, Measured]
+) -> dict[str, LeafChange]:
+    """Return how each leaf differs from its counterpart, as measured, or as far as the records tell. Empty without
+    another checkpoint."""
+    found: dict[str, LeafChange] = {}
     if other is None:
         return found
     for leaf in contents.leaves:
         read = measured.get(leaf.path)
         change = read.change if read else None
-        found[leaf.path] = change or recorded_change(contents, leaf, other) or Change("unknown")
+        found[leaf.path] = change or recorded_change(contents, leaf, other) or LeafChange("unknown")
     return found
 
 
 def made() -> dict[str, str]:
-    """Say who makes the report, and when."""
+    """Return the program and the time of the report."""
     now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
     return {"made_by": f"eformer {__version__}", "made_at": now}
 
 
-def verification(contents: Contents, measured: dict[str, Measured], *, values: bool) -> dict[str, Any]:
-    """Say what was checked while the report was made."""
+def verification(contents: PageContents, measured: dict[str, Measured], *, values: bool) -> dict[str, Any]:
+    """Describe the checks that the report has made."""
     damaged = [path for path, found in measured.items() if found.is_damaged]
     unread = sum(found.problem is not None and not found.is_damaged for found in measured.values())
     if not values:
@@ -204,9 +204,13 @@ def verification(contents: Contents, measured: dict[str, Measured], *, values: b
         text = f"{count(len(damaged), 'damaged array')}: see the rows in red."
         return {"state": "damaged", "text": text, "damaged": damaged[:100]}
     if contents.problems:
-        return {"state": "damaged", "text": "A part of the checkpoint cannot be read.", "damaged": []}
+        return {
+            "state": "damaged",
+            "text": "A tree of the checkpoint cannot be read as a whole.",
+            "damaged": [],
+        }
     if unread:
-        text = f"{count(unread, 'array')} could not be read within the memory that was allowed."
+        text = f"{count(unread, 'array')} could not be read within the allowed memory."
         return {"state": "partly", "text": text}
     if contents.trees and all(tree.has_digests for tree in contents.trees.values()):
         return {"state": "verified", "text": "Every byte of every array was read and matches its digest."}
@@ -217,7 +221,7 @@ def verification(contents: Contents, measured: dict[str, Measured], *, values: b
 
 
 def health(measured: dict[str, Measured]) -> dict[str, int]:
-    """Count the arrays that have NaN or infinite elements, and those that are zero throughout."""
+    """Count the arrays with NaN elements, with infinite elements, and with zeros alone."""
     found = [one.statistics for one in measured.values() if one.statistics]
     return {
         "nan": sum(one.nans > 0 for one in found),

@@ -1,4 +1,4 @@
-"""What a request asks for, whether it may, and what is answered. Pure."""
+"""Requests and answers of the server: parse a request, and refuse requests of other sites. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SAME_SITE = ("same-origin", "none")
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The one address that is served, and the secret that its requests begin with."""
+    """The address of the server, and the secret that every request begins with."""
 
     host: str
     port: int
@@ -40,8 +40,8 @@ class Site:
     def has_name(self, host: str) -> bool:
         """Tell whether a `Host` header names this site.
 
-        Another name that leads here is one that an attacker may have pointed at this machine (DNS rebinding). An
-        address cannot be pointed anywhere, so beyond loopback every address is accepted, and the name that was given.
+        An attacker may point a name of their own at this machine (DNS rebinding), so other names are refused. An
+        address leads to one machine alone, so beyond loopback every address is accepted, and the given name.
         """
         name, port = _split(host.lower())
         if port != str(self.port):
@@ -59,14 +59,14 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _split(host: str) -> tuple[str, str]:
-    """Split a `Host` header into name and port, which browsers leave out if it is 80."""
+    """Split a `Host` header into name and port. Browsers leave out port 80."""
     name, colon, port = host.rpartition(":")
     return (name, port) if colon and not port.endswith("]") else (host, "80")
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What is asked for: the parts of the path after the token, and the parameters."""
+class HttpRequest:
+    """A request: the parts of its path after the token, and its parameters."""
 
     parts: tuple[str, ...]
     parameters: Mapping[str, str] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is sent back."""
+    """An answer to a request."""
 
     body: bytes = b""
     kind: str = "application/json"
@@ -84,22 +84,24 @@ class Answer:
     etag: str = ""
 
 
-WITH_SLASH = Answer(status=308)  # the page is at the same address with a slash after it, which its links need
+WITH_SLASH = Answer(
+    status=308
+)  # to the same address with a slash after it, which the relative links of the page need
 
 
 class RefusedError(Exception):
-    """A request that is not answered, with the status and the reason to send."""
+    """A refused request, with the status and the reason to send."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
         self.status = status
 
 
-def admitted(site: Site, target: str, headers: Sequence[tuple[str, str]]) -> Request:
-    """Return what a GET or HEAD request asks for; raise RefusedError if it may not.
+def admitted(site: Site, target: str, headers: Sequence[tuple[str, str]]) -> HttpRequest:
+    """Parse a GET or HEAD request; raise RefusedError if it is not allowed.
 
-    The token is looked at last: it is compared only for requests that a browser sends to this address on its own
-    pages' behalf, or because somebody has opened the address.
+    The token is compared last: another site never learns from the answer whether it has guessed the token, because
+    requests that its pages make are refused before.
     """
     given = {name.lower(): value for name, value in headers}
     names = [name.lower() for name, _ in headers]
@@ -114,12 +116,12 @@ def admitted(site: Site, target: str, headers: Sequence[tuple[str, str]]) -> Req
         raise RefusedError(
             403, "the token is missing or wrong: open the address that `eformer serve` printed"
         )
-    return Request(parts[1:], parameters, given.get("if-none-match", ""))
+    return HttpRequest(parts[1:], parameters, given.get("if-none-match", ""))
 
 
 def _is_of_this_site(given: Mapping[str, str]) -> bool:
-    """Tell whether a page of this site has sent the request, or somebody has opened a page: through a link, perhaps on
-    another site, but never inside a page of it."""
+    """Tell whether a page of this site has sent the request, or the user has opened the page in a tab. A link on
+    another site may open it, but no other site may show it in a frame."""
     if "origin" in given and given["origin"] != f"http://{given['host']}":
         return False
     is_opened = given.get("sec-fetch-mode") == "navigate" and given.get("sec-fetch-dest") == "document"

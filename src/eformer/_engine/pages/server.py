@@ -1,8 +1,8 @@
-"""Speak HTTP with browsers: limits for what they may send and how long they may take, and headers for every answer.
+"""Speak HTTP with browsers: limit the bytes and the time of requests, and set the headers of every answer.
 
-`http.server` of the standard library, because the pages need GET alone, for a handful of people on loopback: a
-framework would bring more code than is here, and the limits would still have to be set. What `http.server` lacks is a
-limit for the time of a whole request, for its length, and for the number of connections.
+This is `http.server` of the standard library, because the pages need GET alone, for a handful of users on loopback: a
+framework would bring more code, and its limits would have to be set as well. This module adds the limits that
+`http.server` lacks: on the time of a whole request, on its length, and on the number of connections.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from eformer._engine.pages.requests import RefusedError, Site, admitted, as_erro
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from eformer._engine.pages.requests import Answer, Request
+    from eformer._engine.pages.requests import Answer, HttpRequest
     from eformer._engine.record.policies import Keep
 
 logger = logging.getLogger("eformer.serve")
 
 MOST_CONNECTIONS = 64  # each has a thread
 MOST_REQUEST = 32 * 2**10  # bytes of a request line and its headers
-REQUEST_SECONDS = 20.0  # to send a request, counted from the end of the one before
+REQUEST_SECONDS = 20.0  # to send a request, counted from the end of the last answer
 ANSWER_SECONDS = 30.0  # to take an answer
 _COMPRESSED = 2**18  # bytes of an answer that is compressed: the columns of large trees, on slow networks
 
@@ -65,12 +65,11 @@ def serve(
     rules: Sequence[Keep] = (),
     ready: Callable[[Site], None],
 ) -> None:
-    """Serve pages about the run or the checkpoint at `path` to everybody who has the address. Nothing is ever written.
+    """Serve pages about the run or the checkpoint at `path` to every client that has the address. Write nothing.
 
-    The address has a random token, and is given to `ready` before the first request is answered. Returns when it is
-    interrupted.
+    The address has a random token. `ready` gets it before the first request is answered. Return on Ctrl-C.
     """
-    # The leaves of a checkpoint are many small objects that live long: looking through them takes half of the time.
+    # The leaves of a checkpoint are many small, long-lived objects: the collector would take half of the time.
     gc.set_threshold(200_000, 20, 50)
     with closing(Pages(path, rules)) as pages, Server(host, port, secrets.token_urlsafe(24), pages) as server:
         ready(server.site)
@@ -79,15 +78,15 @@ def serve(
 
 
 class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """Answer requests until it is closed. `answer` is called in the thread of a connection, with what was asked for."""
+    """Answer requests until it is closed. Call `answer` with each request, in the thread of its connection."""
 
-    daemon_threads = True  # so that Ctrl-C ends the program at once
+    daemon_threads = True  # so that Ctrl-C ends the program without waiting for clients
     block_on_close = False
     allow_reuse_address = True
     request_queue_size = MOST_CONNECTIONS
 
-    def __init__(self, host: str, port: int, token: str, answer: Callable[[Request], Answer]) -> None:
-        self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
+    def __init__(self, host: str, port: int, token: str, answer: Callable[[HttpRequest], Answer]) -> None:
+        self._slots = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self.answer = answer
         try:
             found: Any = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -98,7 +97,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.site = Site(host, self.server_address[1], token)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._places.acquire(blocking=False):
+        if self._slots.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -107,10 +106,10 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._places.release()
+            self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exc_info()[1], OSError):  # not: the client has gone, or is too slow
+        if not isinstance(sys.exc_info()[1], OSError):  # an OSError: the client has gone, or is too slow
             logger.exception("a connection has failed")
 
 
@@ -119,7 +118,7 @@ class _TooLongError(Exception):
 
 
 class _Input(io.RawIOBase):
-    """What a client sends: at most so many bytes, and for so long, until the limits are renewed."""
+    """The bytes of a client, up to a number of bytes and a time. Each request renews both limits."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -170,7 +169,7 @@ class _Connection(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET  # noqa: N815
 
-    def _answer(self, request: Request) -> Answer:
+    def _answer(self, request: HttpRequest) -> Answer:
         try:
             answer = self.server.answer(request)
         except RefusedError:
@@ -183,8 +182,8 @@ class _Connection(BaseHTTPRequestHandler):
         )
 
     def _has_gone(self) -> bool:
-        """Tell whether the client has closed the connection. What it has sent in advance stays there."""
-        events = select.poll()  # not select.select, which knows no files beyond the first 1024
+        """Tell whether the client has closed the connection. Leave bytes of its next request unread."""
+        events = select.poll()  # not select.select, which fails for descriptors above 1023
         events.register(self.connection, select.POLLIN)
         return bool(events.poll(0)) and not self.connection.recv(1, socket.MSG_PEEK)
 
@@ -207,12 +206,12 @@ class _Connection(BaseHTTPRequestHandler):
         lines = [f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         head = "\r\n".join([*lines, "", ""]).encode("ascii")
-        self.connection.settimeout(ANSWER_SECONDS)  # for all of it
+        self.connection.settimeout(ANSWER_SECONDS)  # for the whole answer
         self.connection.sendall(head if self.command == "HEAD" else head + body)
-        logger.debug("%s %s", self.command, answer.status)  # without the path, which has the token
+        logger.debug("%s %s", self.command, answer.status)  # the path has the token, and must not be logged
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer what `http.server` refuses."""
+        """Send an error that `http.server` has found."""
         self.close_connection = True
         if code == HTTPStatus.NOT_IMPLEMENTED:
             code, message = HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD are answered"
@@ -220,4 +219,4 @@ class _Connection(BaseHTTPRequestHandler):
         self._send(as_error(code, message or HTTPStatus(code).phrase))
 
     def log_message(self, *_: Any) -> None:
-        """Log nothing: the path of a request has the token."""
+        """Log nothing, because the path of a request has the token."""

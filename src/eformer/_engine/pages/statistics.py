@@ -1,9 +1,9 @@
 """Statistics of an array that is read box by box, once: range, moments, special values and a histogram. Pure.
 
-Elements are counted by their 16 leading bits as a float32: 128 buckets for each power of two and sign. Counts add up
-whatever the boxes are, need no range in advance, and are fine enough for a histogram on a linear and on a logarithmic
-axis. What lies close together and far from zero, such as scales around 1, is counted by its distance from the mean of
-the first elements. Of dtypes with at most 16 bits every bit pattern is counted, and all statistics follow from that.
+Elements are counted by their 16 leading bits as a float32: 128 buckets for each power of two and sign. The counts do
+not depend on the boxes, need no range in advance, and are fine enough for a histogram on a linear or a logarithmic
+axis. Elements that lie close together and far from zero, such as scales around 1, are counted by their distance from
+the mean of the first elements. For dtypes of at most 16 bits, the number of each bit pattern gives all statistics.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 BINS = 40
-_CHUNK = 2**16  # elements that are widened at once: they stay in the cache
+_CHUNK = 2**16  # elements that are widened together: they stay in the cache
 _FEW = 2**13  # elements that are cheaper to sort than to count
-_NARROW = 8.0  # a mean that is so many times the deviation is far from zero
-_BEYOND = 10.0  # a range is clipped if it is so many times as wide as that of nearly all elements
-_DECADES = 1000.0  # positive elements whose central part spans more than this have a logarithmic axis
+_NARROW = 8.0  # a mean of more than so many deviations counts as far from zero
+_BEYOND = 10.0  # a range is clipped if it is so many times as wide as the range of 99.8 % of the elements
+_DECADES = 1000.0  # positive elements get a logarithmic axis if the middle 96 % span more than this
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Describe the elements of an array. `least` to `std` are those of the finite elements, None if there are none.
+    """Describe the elements of an array. `least` to `std` are of finite elements alone; None without finite elements.
 
-    of_magnitudes   whether they describe absolute values, as for complex numbers
+    of_magnitudes   whether the statistics are of absolute values, as for complex numbers
     """
 
     size: int
@@ -82,7 +82,7 @@ class Collector:
 
 
 class _Tally:
-    """Count whole numbers of at most 16 bits: a few are kept as they are, more are counted in a table."""
+    """Count whole numbers of at most 16 bits: a few in a list, many in a table."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self.dtype = dtype
@@ -98,7 +98,7 @@ class _Tally:
         self.dense += np.bincount(keys, minlength=len(self.dense))
 
     def counts(self) -> tuple[Array, Array]:
-        """Return the different numbers, and how often each came."""
+        """Return the distinct numbers, and the count of each."""
         row = np.concatenate([np.empty(0, self.dtype), *self.few])
         if self.dense is None:
             keys, counts = np.unique(row, return_counts=True)
@@ -194,9 +194,9 @@ class _WideCounts:
 
 
 def _as_doubles(row: Array) -> Array:
-    """Return the elements in double precision; of complex numbers their absolute values."""
+    """Return the elements in double precision, and complex numbers as absolute values."""
     with np.errstate(all="ignore"):
-        if "complex" in row.dtype.name:  # those of ml_dtypes included
+        if "complex" in row.dtype.name:  # also complex dtypes of ml_dtypes
             return np.abs(row.astype(np.complex128))
         doubles: Array = row.astype(np.float64)
         return doubles
@@ -216,7 +216,7 @@ def _keys(wide: Array) -> Array:
 
 
 class _Moments:
-    """Merge range, mean and variance of parts, by the formula of Chan, Golub and LeVeque."""
+    """Merge range, mean and variance of boxes, by the formula of Chan, Golub and LeVeque."""
 
     def __init__(self) -> None:
         self.count, self.mean, self.squares = 0, 0.0, 0.0
@@ -236,7 +236,7 @@ class _Moments:
         self._merge(len(wide), mean, float(away.sum()), least, greatest)
 
     def add_counted(self, points: Array, counts: Array) -> None:
-        """Add elements of which each value is given once, with its count."""
+        """Add elements, given as distinct values and their counts."""
         if len(points):
             number = int(counts.sum())
             mean = float((points * (counts / number)).sum())
@@ -284,7 +284,7 @@ def _statistics(
 
 
 def _sorted(points: tuple[Array, Array], moments: _Moments) -> tuple[Array, Array]:
-    """Return the points in order. The first and the last stand for the ends themselves."""
+    """Return the points in order, with the exact ends in place of the first and the last."""
     order = np.argsort(points[0], kind="stable")
     values, counts = points[0][order], points[1][order]
     if len(values) > 1:
@@ -293,7 +293,7 @@ def _sorted(points: tuple[Array, Array], moments: _Moments) -> tuple[Array, Arra
 
 
 def _histogram(points: Array, counts: Array, *, is_whole: bool) -> Histogram:
-    """Choose the axis by the distribution itself, and count."""
+    """Choose the axis by the distribution, and count."""
     least, greatest = float(points[0]), float(points[-1])
     if least == greatest:
         return Histogram(least, greatest, (int(counts.sum()),))
@@ -308,7 +308,7 @@ def _histogram(points: Array, counts: Array, *, is_whole: bool) -> Histogram:
 
 def _counted(points: Array, counts: Array, low: float, high: float, bins: int) -> Histogram:
     inside = (points >= low) & (points <= high)
-    # Halved, because the width of the range may not be a number any more.
+    # Halved, because the width of the whole range may overflow.
     places = (points[inside] / 2 - low / 2) / (high / 2 - low / 2)
     numbers = np.minimum((places * bins).astype(np.int64), bins - 1)
     found = np.bincount(numbers, counts[inside], minlength=bins)
@@ -333,7 +333,7 @@ def _logarithmic(points: Array, counts: Array) -> Histogram | None:
 
 
 def _central(points: Array, counts: Array) -> tuple[float, float]:
-    """Return the ends of the axis: those of all elements, unless a few of them are far from all others."""
+    """Return the ends of the axis: the least and greatest element, unless a few elements are far from the rest."""
     low, high = _quantile(points, counts, 0.001), _quantile(points, counts, 0.999)
     width = high - low
     least, greatest = float(points[0]), float(points[-1])

@@ -1,5 +1,5 @@
-"""Tell how a run went: its steps in time, sizes, metrics, what rules keep, what is damaged, and how much each step has
-changed the model."""
+"""Describe a run: its steps in time, with sizes, metrics, damage, the rules that keep them, and the change of the
+model."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.pages.changes import SAME, is_of_optimizer, recorded_change, rounded
-from eformer._engine.pages.contents import contents_of
+from eformer._engine.pages.contents import page_contents
 from eformer._engine.pages.reading import Room, TooLargeError, compared
 from eformer._engine.record.policies import StepFacts, counted_steps, kept_by
 from eformer._engine.record.text import count, printable, size
+from eformer._engine.runs.retention import by_series
 from eformer._engine.runs.steps import is_foreign, resumed_from, steps
 from eformer._engine.stores.local import usage
 from eformer._engine.stores.locate import store_at
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
-    from eformer._engine.pages.contents import Contents, Leaf
+    from eformer._engine.pages.contents import Leaf, PageContents
     from eformer._engine.record.policies import Keep
     from eformer._engine.runs.steps import Step
     from eformer._engine.stores.base import Store
@@ -43,14 +44,14 @@ _MOST_ALARMS = 20  # notes
 
 @dataclass(frozen=True, slots=True)
 class SeenStep:
-    """A step as it was seen last. Everything but its number is unknown until it is read."""
+    """A step as it was last seen. Only its number, name and identity are known until it is read."""
 
     number: int
     name: str
     identity: Hashable = None
     is_read: bool = False
     saved_at: dt.datetime | None = None
-    why: str = ""
+    reason: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     is_foreign: bool = False
     problem: str | None = None
@@ -64,7 +65,7 @@ class SeenStep:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """The steps of a run at one moment. `version` is another for every change."""
+    """The steps of a run at one moment. Every change has a new `version`."""
 
     version: int = 0
     steps: tuple[SeenStep, ...] = ()
@@ -75,7 +76,7 @@ class News:
     is_complete: bool = False
 
     def as_json(self, url: str, rules: Sequence[Keep]) -> Json:
-        """Describe the run at `url`, to which these rules apply, as `source.run()` of a page returns it."""
+        """Describe the run at `url` under these rules, as `source.run()` of a page returns it."""
         return {
             "title": printable(url.rstrip("/").rpartition("/")[2] or url),
             "path": printable(url),
@@ -94,7 +95,7 @@ class News:
             "name": printable(step.name),
             "nbytes": self.sizes.get(step.name),
             "saved_at": step.saved_at.isoformat() if step.saved_at else None,
-            "why": step.why,
+            "why": step.reason,
             "metrics": {
                 name: value if math.isfinite(value) else None for name, value in step.metrics.items()
             },
@@ -114,15 +115,15 @@ class News:
 
 
 def read_step(step: Step, seen: SeenStep) -> SeenStep:
-    """Read what a page shows of a step."""
+    """Read the facts that a page shows of a step."""
     try:
         if problem := step.problem():
-            return replace(seen, is_read=True, problem=problem, metrics={}, why="", saved_at=None)
+            return replace(seen, is_read=True, problem=problem, metrics={}, reason="", saved_at=None)
         return replace(
             seen,
             is_read=True,
             saved_at=step.saved_at,
-            why=step.why,
+            reason=step.reason,
             metrics=dict(step.metrics),
             is_foreign=is_foreign(step),
             problem=None,
@@ -141,7 +142,7 @@ def step_facts(run: str | os.PathLike[str], rules: Sequence[Keep] = ()) -> list[
             "path": step.path,
             "nbytes": news.sizes[seen.name],
             "saved_at": seen.saved_at.isoformat() if seen.saved_at else None,
-            "why": seen.why,
+            "why": seen.reason,
             "metrics": seen.metrics,
             "problem": seen.problem,
             "is_removed": seen.name in news.removed,
@@ -169,28 +170,29 @@ def run_facts(
     memory: int | None = None,
     progress: Progress = None,
 ) -> Json:
-    """Describe a run: what `source.run()` of a page returns.
+    """Describe a run, as `source.run()` of a page returns it.
 
     With `values`, consecutive steps are compared, the newest first, until `MOST_READ` bytes were read.
     """
     store, found = store_at(run), steps(run)
     news = _news(store, found, rules)
     sound = [step for step, seen in zip(found, news.steps, strict=True) if seen.problem is None]
-    why = reasons([seen.facts for seen in news.steps if seen.problem is None], rules, resumed_from(store))
-    facts = replace(news, reasons=why).as_json(store.url, rules)
+    by_name = {seen.name: seen.facts for seen in news.steps if seen.problem is None}
+    found_reasons = reasons(by_name, rules, resumed_from(store))
+    facts = replace(news, reasons=found_reasons).as_json(store.url, rules)
     changes = dict(_changes(sound, memory, progress)) if values else {}
     facts["steps"] = [step | {"change": changes.get(step["number"])} for step in facts["steps"]]
     notes = alarms(facts["steps"])
     unread = len(sound) - 1 - len(changes)
     if values and unread > 0:
         notes.append(
-            f"{count(unread, 'step')} not compared with the one before: that would read more than {size(MOST_READ)}"
+            f"{count(unread, 'step')} not compared with the step before: that would read more than {size(MOST_READ)}"
         )
     return facts | {"has_values": values, "notes": notes}
 
 
 def alarms(shown: Sequence[Json]) -> list[str]:
-    """Name the steps in which leaves became NaN or infinite; else the last step, if it has such arrays."""
+    """Return notes on the steps in which leaves became NaN or infinite; or on the last step, if it has such arrays."""
     compared = [step for step in shown if step["change"] and "became" in step["change"]]
     became = [
         f"{step['name']}: {count(step['change']['became'], 'leaf', 'leaves')} became NaN or Inf"
@@ -206,7 +208,7 @@ def alarms(shown: Sequence[Json]) -> list[str]:
 
 
 def rule_text(rule: Keep) -> str:
-    """Say what a rule keeps, in a few words."""
+    """Describe the steps that a rule keeps, in a few words."""
     parts = []
     if rule.every is not None:
         parts.append(f"every {rule.every}")
@@ -215,7 +217,7 @@ def rule_text(rule: Keep) -> str:
     if rule.best is not None:
         parts.append(f"the best {rule.best} by {rule.by} ({rule.mode})")
     if rule.hours is not None:
-        parts.append(f"those of the last {rule.hours:g} hours")
+        parts.append(f"the last {rule.hours:g} hours")
     if rule.at:
         parts.append(f"{', '.join(map(str, rule.at))}")
     if rule.foreign:
@@ -223,12 +225,21 @@ def rule_text(rule: Keep) -> str:
     return printable(", ".join(parts))
 
 
-def reasons(sound: Sequence[StepFacts], rules: Sequence[Keep], resumed: int | None) -> dict[int, list[str]]:
-    """Return why each step stays, in words: the rules that keep it, "the newest", "resumed from" or "of another
-    program"."""
-    if not rules:
-        return {}
-    counted, found = counted_steps(sound, rules), defaultdict[int, list[str]](list)
+def reasons(
+    sound: Mapping[str, StepFacts], rules: Sequence[Keep], resumed: int | None
+) -> dict[int, list[str]]:
+    """Return the reasons why each step stays, in words: the rules that keep it, "the newest", "the run was resumed from
+    it" or "another program wrote it"."""
+    found = defaultdict[int, list[str]](list)
+    for series in by_series(sound) if rules else ():
+        _add_reasons(found, [*series.values()], rules, resumed)
+    return dict(found)
+
+
+def _add_reasons(
+    found: defaultdict[int, list[str]], sound: Sequence[StepFacts], rules: Sequence[Keep], resumed: int | None
+) -> None:
+    counted = counted_steps(sound, rules)
     for fact in counted[-1:]:
         found[fact.number].append("the newest")
     for fact in sound:
@@ -239,14 +250,13 @@ def reasons(sound: Sequence[StepFacts], rules: Sequence[Keep], resumed: int | No
     for rule in rules:
         for number in kept_by(rule, counted, time.time()):
             found[number].append(rule_text(rule))
-    return dict(found)
 
 
 # -------------------------------------------------------------------------------------------- change
 
 
 def _changes(sound: Sequence[Step], memory: int | None, progress: Progress) -> Iterator[tuple[int, Json]]:
-    """Yield the norm of the change of each step since the one before, the newest first."""
+    """Yield the norm of the change of each step since the step before, the newest first."""
     pairs = list(zip(sound[1:], sound[:-1], strict=True))[::-1]
     if not pairs:
         return
@@ -258,28 +268,27 @@ def _changes(sound: Sequence[Step], memory: int | None, progress: Progress) -> I
             if read > MOST_READ:
                 return
             try:
-                with contents_of(step.path) as new, contents_of(before.path) as old:
+                with page_contents(step.path) as new, page_contents(before.path) as old:
                     change, nbytes = _change(new, old, known, room)
-            except (
-                EformerError,
-                OSError,
-                TooLargeError,
-            ):  # removed meanwhile, or only its digests tell damage
+            except (EformerError, OSError, TooLargeError):
+                # A step was removed meanwhile, or has damage that only its digests tell.
                 change, nbytes = {"problem": "could not be read"}, 0
             read += nbytes
             meter.add(1)
             yield step.number, change
 
 
-def _change(new: Contents, old: Contents, known: dict[str, Comparison], room: Room) -> tuple[Json, int]:
+def _change(
+    new: PageContents, old: PageContents, known: dict[str, Comparison], room: Room
+) -> tuple[Json, int]:
     """Return the norm of the difference of all arrays outside of optimizers, and how many bytes were read for it.
 
-    became    the number of leaves that have elements that were finite in the older step, and no longer are; also in
+    became    the number of leaves with elements that were finite in the older step, and no longer are; also in
               optimizers, which NaN often reaches first
     special   the number of leaves of the newer step that have NaN or infinite elements
 
-    `known` has the norms of leaves of the newer step; the leaves of the older step take their place. Leaves that the
-    records say are the same are read at most once in the whole run.
+    `known` has the comparisons of leaves of the newer step; the leaves of the older step replace them. A leaf that is
+    the same by the records is read at most once in the whole run.
     """
     norm = before = 0.0
     nbytes = became = special = 0
@@ -303,8 +312,8 @@ def _change(new: Contents, old: Contents, known: dict[str, Comparison], room: Ro
     return _change_facts(norm, before) | {"became": became, "special": special}, nbytes
 
 
-def _common_leaves(new: Contents, old: Contents) -> Iterator[tuple[Leaf, Leaf]]:
-    """Yield the plain values, and the arrays in one shape, that both steps have."""
+def _common_leaves(new: PageContents, old: PageContents) -> Iterator[tuple[Leaf, Leaf]]:
+    """Yield the plain values that both steps have, and the arrays that both have in one shape."""
     for leaf in new.leaves:
         other = old.counterpart(leaf, new)
         if other is None or (leaf.entry is None) != (other.entry is None):
@@ -315,7 +324,7 @@ def _common_leaves(new: Contents, old: Contents) -> Iterator[tuple[Leaf, Leaf]]:
 
 
 def _change_facts(norm: float, before: float) -> Json:
-    """Return the norm of a change as JSON, and that norm relative to the norm before; null if that is zero."""
+    """Return the norm of a change as JSON, and relative to the norm before; null if the norm before is zero."""
     relative = norm / before if before else math.inf
     return {
         "norm": rounded(norm, 4) if math.isfinite(norm) else None,

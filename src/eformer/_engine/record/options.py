@@ -36,8 +36,8 @@ class SaveOptions:
                       linked file holds leaves that have changed since. None, the default, is False for `save` and
                       `save_async`; a `Run` takes None and True for its last step, and links only files whose leaves are
                       all unchanged, which other programs can always open
-    store_options     a dict of options of the bucket, see `store_options`; from this call on they hold for the path and
-                      all below it
+    store_options     a dict of options of the bucket, which `store_options` lists. They hold for one save, until it is
+                      done; those of a `Run` until it is closed
 
     Only for the format "tensorstore":
 
@@ -92,8 +92,8 @@ class LoadOptions:
     timeout         seconds that a process waits for the other processes of a load; None for 600. A load from a bucket
                     is also given up with TimeoutError after so many seconds in all; None: only its requests have
                     limits. `Run.resume` takes it from `Run(options=)`
-    store_options   a dict of options of the bucket, see `store_options`; from this call on they hold for the path and
-                    all below it. `Run.resume` takes them from `Run(options=)`
+    store_options   a dict of options of the bucket, which `store_options` lists. They hold for one load. `Run.resume`
+                    takes them from `Run(options=)`
     cache           directory of this machine that keeps the bytes read from a bucket for the next load; None for the
                     one in the environment variable EFORMER_CACHE, False for none
     """

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeGuard
 from eformer._engine.record.text import few
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Collection, Mapping, Sequence
 
 _MOST_SKEW = 60.0  # seconds by which clocks of different machines may differ
@@ -79,6 +80,22 @@ class Keep:
             raise ValueError("Keep(best=) needs by=, the name of a metric, and by= needs best=")
         if self.mode not in ("min", "max"):
             raise ValueError(f"Keep(mode={self.mode!r}): expected 'min' or 'max'")
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """Say where and when a run saves near steps: in memory or on a local disk of each host, and more often.
+
+    path    a directory in memory or on a local disk of each host, such as "/dev/shm/llama"
+    every   when `Run.after` saves there: a number of steps, a timedelta, an `Every`, or several
+    """
+
+    path: str | os.PathLike[str]
+    every: int | timedelta | Every | Sequence[Every] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not every_from(self.every):
+            raise ValueError(f"Near(every={self.every!r}): no rule says when near steps are saved")
 
 
 @dataclass(frozen=True, slots=True)

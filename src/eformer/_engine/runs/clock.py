@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class Clock:
-    """The clock of the first process. The processes meet at steps that they have agreed on at the last meeting.
+    """Ask the clock of the first process. The processes meet only at steps that the last meeting has agreed on.
 
-    At a meeting the first process estimates at which step the time will be over; the next meeting is half of the way
-    there, and at most twice as far away as this one was, because steps may become slower. A clock that is set back or
-    stops only makes a save late.
+    At a meeting the first process estimates the step at which the time will be over. The next meeting is half of the
+    way there, but at most twice as far away as this one was, because steps may become slower. A clock that is set back
+    or stops only makes a save late.
     """
 
     def __init__(self, clock: Callable[[], float], timeout: float | None) -> None:
@@ -30,7 +30,7 @@ class Clock:
         self._met_step, self._next_step = step, step + 1
 
     def is_due(self, step: int, minutes: float | None, *, is_asked: bool) -> bool:
-        """Tell whether it is time to save, or somebody has asked for it. All processes get the same answer."""
+        """Tell whether it is time to save, or a save was asked for. All processes get the same answer."""
         if self._is_alone:
             return is_asked or (minutes is not None and self._left(minutes) <= 0)
         if minutes is None or step < self._next_step:
@@ -53,7 +53,7 @@ class Clock:
 
     def _distance(self, step: int, left: float) -> int:
         """Return how many steps away the next meeting is: half of the way, as fast as the last steps have been."""
-        if self._met_step is None:  # how long a step takes is not known yet
+        if self._met_step is None:  # the duration of a step is not known yet
             return 1
         passed, steps = self._clock() - self._met_at, max(step - self._met_step, 1)
         if passed <= 0:  # the clock was set back, or stands

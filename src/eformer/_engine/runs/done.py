@@ -1,5 +1,4 @@
-"""A step that is done, as the caller gives it to a run: its state, and the facts and the position in the data that the
-run saves with it.
+"""A step that is done, as the caller passes it to a run: its state, its position in the data, and other facts.
 
 Grain's iterators over data have `get_state` and `set_state`; loaders of torchdata and datasets of Hugging Face have
 `state_dict` and `load_state_dict`. A position is plain values, bytes, and arrays of numpy and torch, such as the state
@@ -35,8 +34,7 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, type(jax.
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A step that is done: its number, its state or a function that returns it, and the other arguments of
-    `Run.after`."""
+    """The arguments of `Run.after`: the number of a step, its state or a function that returns it, data, and facts."""
 
     step: int
     tree: Any
@@ -45,7 +43,7 @@ class Done:
     metadata: Mapping[str, Any] | None
 
     def state(self) -> Any:
-        """Return the tree that is to be saved, which may be given as a function."""
+        """Return the tree to save. Call `tree` if it is a function."""
         return called(self.tree) if isinstance(self.tree, _FUNCTIONS) else self.tree
 
     def position(self) -> bytes:
@@ -55,8 +53,8 @@ class Done:
     def facts(self, why: str) -> Callable[[Sequence[bytes]], Mapping[str, Any]]:
         """Return a function that makes the metadata of the run, as JSON, from the positions of all processes.
 
-        The caller may change or donate its metrics at once. Those on a device begin to be copied to the host; the
-        function waits for them. Raise ValueError for one that is not a number.
+        The caller may change or donate its metrics after this call. Metrics on a device begin to be copied to the host,
+        and the returned function waits for them. Raise ValueError for a metric that is not a number.
         """
         metrics = {name: _taken(name, value) for name, value in (self.metrics or {}).items()}
         return functools.partial(_facts, why, metrics)
@@ -75,15 +73,15 @@ def _facts(why: str, metrics: Mapping[str, Any], positions: Sequence[bytes]) -> 
 
 
 def _taken(name: str, value: Any) -> Any:
-    """Return a metric as a number, or as one on a device, which nobody waits for here."""
+    """Return a metric as a number, or as an array on a device without waiting for its value."""
     if isinstance(value, np.ndarray) or not hasattr(value, "__float__"):
         return metric_from(name, value)
-    if not isinstance(value, jax.Array):  # perhaps of another library, and on a device, too
-        return value
+    if not isinstance(value, jax.Array):
+        return value  # perhaps a tensor of another library on a device: do not wait for it
     if value.size != 1:
         raise ValueError(f"metrics[{name!r}] has the shape {value.shape}; expected a single number")
     shards = value.addressable_shards
-    if not shards:  # it is on devices of other processes
+    if not shards:  # only other processes have it
         return value
     copy = jnp.copy(shards[0].data)  # the next step may be given the memory of this one
     copy.copy_to_host_async()
@@ -114,15 +112,17 @@ def _positions(facts: Mapping[str, Any], step: str, count: int) -> Sequence[str]
     """Return the positions of all processes that a step has recorded."""
     found = facts.get("data", [])
     if not isinstance(found, (list, tuple)) or not all(isinstance(position, str) for position in found):
-        raise FormatError(f"what {step} says of its position in the data makes no sense: {found!r:.200}")
+        raise FormatError(
+            f"the recorded position of {step} in the data is not a list of texts: {found!r:.200}"
+        )
     if not found:
         raise ValueError(
-            f"{step} was saved without data=, so it has no position in them; resume without data= and place the "
+            f"{step} was saved without data=, so it has no position in the data; resume without data= and place the "
             "iterator yourself"
         )
     if len(found) != count:
         raise ValueError(
-            f"{step} has the positions of {len(found)} processes in the data, and there are {count}; resume without "
+            f"{step} has the positions of {len(found)} processes in the data, this job has {count}; resume without "
             "data= and place the iterators yourself"
         )
     return found
@@ -149,7 +149,7 @@ _ARRAY = "eformer.array"  # the only key of a dict that stands for an array
 
 
 def _without_arrays(value: Any) -> Any:
-    """Return the same value with a dict of plain values for each array in it."""
+    """Replace each array in a value by a dict of plain values."""
     if type(value) is dict:
         return {name: _without_arrays(inner) for name, inner in value.items()}
     if type(value) in (list, tuple):
@@ -159,13 +159,13 @@ def _without_arrays(value: Any) -> Any:
     if not is_tensor and type(value) is not np.ndarray:
         return value
     array = value.numpy() if is_tensor else value
-    if array.dtype.kind not in "biuf" or array.dtype.isbuiltin != 1:  # others have no name that numpy reads
-        return value
+    if array.dtype.kind not in "biuf" or array.dtype.isbuiltin != 1:
+        return value  # numpy cannot read back the names of other dtypes
     return {_ARRAY: ["torch" if is_tensor else "numpy", array.dtype.str, list(array.shape), array.tobytes()]}
 
 
 def _with_arrays(value: Any) -> Any:
-    """Undo `_without_arrays`."""
+    """Restore the arrays of a value from their dicts."""
     if type(value) is dict and list(value) == [_ARRAY]:
         kind, dtype, shape, data = value[_ARRAY]
         array = np.frombuffer(data, dtype).reshape(shape).copy()
@@ -176,4 +176,4 @@ def _with_arrays(value: Any) -> Any:
 
 
 def _tensor(array: np.ndarray[Any, Any]) -> Any:
-    return import_module("torch").from_numpy(array)  # only its own loaders have tensors in their positions
+    return import_module("torch").from_numpy(array)  # late: only positions of torch loaders have tensors

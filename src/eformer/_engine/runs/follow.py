@@ -1,4 +1,4 @@
-"""Look at a run from another job: wait for its steps, and score them. No jax."""
+"""Follow a run from another job: wait for its steps, and score them. No jax."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ def follow(
 ) -> Iterator[Step]:
     """Yield every step of a run as it appears, whole, in the order of the numbers.
 
-    after     begin after this step; None begins with the first that is there
-    poll      seconds between two looks
-    timeout   end if no new step has appeared for so many seconds; None waits for ever
+    after     begin after this step; None begins with the first step of the run
+    poll      seconds between two listings of the run
+    timeout   end if no new step has appeared for so many seconds; None never ends
 
-    A step may be removed while it is used: hold it. Steps that are saved again after the run was rewound are not
-    yielded again. A damaged step is logged and left out. A step of a newer version raises VersionError.
+    Hold a step while you use it, because the run may remove it. Steps that are saved again after the run was rewound
+    are not yielded again. A damaged step is logged and left out. A step of a newer version raises VersionError.
 
     Example:
 
         >>> for step in checkpoint.follow("run"):
-        ...     with step.held() as path:
+        ...     with step.hold() as path:
         ...         checkpoint.score("run", step.number, {"eval.loss": evaluate(path)})
     """
     last = -1 if after is None else after
     since, told = time.monotonic(), set[str]()
     while True:
         for step in _newer(path, last):
-            problem = _problem(step)  # read now: the step may have gone while the one before was used
+            problem = _problem(step)  # read now: the step may have gone while the caller used the last one
             if problem is None:
                 yield step
                 last, since = step.number, time.monotonic()
@@ -65,26 +65,28 @@ def follow(
 
 
 def _problem(step: Step) -> str | None:
-    """Say why a step is damaged; None if it is whole. Raise VersionError for a step of a newer version."""
+    """Return why a step is damaged, or None if it is whole. Raise VersionError for a step of a newer version."""
     try:
         found_of(step)
     except VersionError:
         raise
-    except (EformerError, OSError):  # `problem` tells it
+    except (EformerError, OSError):  # `problem` describes it
         pass
     return step.problem()
 
 
 def _newer(path: str | os.PathLike[str], last: int) -> list[Step]:
-    return [step for step in steps_if_there(path) if step.number > last]  # none: the run has not begun
+    return [
+        step for step in steps_if_there(path) if step.number > last
+    ]  # an empty list: the run has not begun
 
 
 @uninterrupted
 def score(path: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -> None:
     """Add metrics to a step, in a small file beside it. The step itself does not change.
 
-    `Step.metrics` has them, and rules such as `Keep(best=3, by="eval.loss")` count them. Later scores of the same name
-    replace earlier ones.
+    `Step.metrics` includes the scores, and rules such as `Keep(best=3, by="eval.loss")` use them. A later score of the
+    same name replaces the earlier score.
 
     path      the run
     step      the number of the step
@@ -100,9 +102,8 @@ def score(path: str | os.PathLike[str], step: int, metrics: Mapping[str, Any]) -
 
     def added(data: bytes | None) -> bytes:
         both = {**(found.scores_in(data) if data else {}), **numbers}
-        finite = {
-            name: value for name, value in both.items() if math.isfinite(value)
-        }  # no rule counts others
+        # Rules ignore NaN and infinity, and JSON has no numbers for them.
+        finite = {name: value for name, value in both.items() if math.isfinite(value)}
         return msgspec.json.encode(Scores(found_of(found).manifest.digest, finite))
 
     update_file(store, score_name(found.name), added)

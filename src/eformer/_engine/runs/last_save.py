@@ -1,4 +1,4 @@
-"""Remember the save under way in the background: a later call raises its error, or tolerates it."""
+"""Remember the save that runs in the background: a later call raises its error, or tolerates it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONG_WAIT = 1.0  # seconds
 
 
 class LastSave:
-    """The last save, whose error has not been raised yet. So many failed saves in a row are logged only."""
+    """The last save, whose error has not been raised yet. Only log the errors of `tolerate` failed saves in a row."""
 
     def __init__(self, tolerate: int = 0) -> None:
         self._tolerate, self._failures = tolerate, 0
@@ -30,16 +30,16 @@ class LastSave:
         self.raise_failure()
 
     def wait_before_next(self, path: str) -> None:
-        """Wait for the save, and log how long, if that takes long."""
+        """Wait for the save. Log a wait of more than a second."""
         began = time.monotonic()
         if self.pending is not None:
             self.pending.exception()
         if (waited := time.monotonic() - began) > _LONG_WAIT:
-            logger.warning("%s: waited %.1f s for the save before", path, waited)
+            logger.warning("%s: waited %.1f s for the previous save", path, waited)
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        """Raise the error of the save, if it is over and has failed, and more in a row than may fail."""
+        """Raise the error of a finished save if more saves in a row have failed than are tolerated."""
         if self.pending is None or not self.pending.done():
             return
         pending, self.pending = self.pending, None
@@ -52,7 +52,7 @@ class LastSave:
         logger.error("%s failed, %d in a row are tolerated", pending, self._tolerate, exc_info=error)
 
     def log_failure(self) -> None:
-        """Wait for the save, and log its error: there is something more important to raise or to do."""
+        """Wait for the save, and log its error: the caller raises another error, or has a last save to do."""
         pending, self.pending = self.pending, None
         if pending is not None and (error := pending.exception()) is not None:
             logger.error("%s failed", pending, exc_info=error)

@@ -1,11 +1,12 @@
 """The near tier of a run: frequent steps in memory or on a local disk, in which each process has its own part.
 
-    <near>/process-0/<epoch>/step-510      what process 0 holds of step 510
-    <run>/near.json                        which epochs belong to the run, and up to which step
+    <near>/process-0/<epoch>/step-510      the part of step 510 that process 0 holds
+    <run>/near.json                        the epochs that belong to the run, and the last step of each
 
-An epoch is the time from one resume to the next, and has an id that no other has. Steps belong together if they have
-one number and one epoch: processes never mix what different jobs wrote. An epoch that is not in the run's own file, or
-a step after the one from which the run went on, is never resumed from: it is of another run, or was left behind.
+An epoch is the time from one resume to the next, and has a unique id. Steps belong together if they have one number and
+one epoch, so processes never mix steps of different jobs. The run never resumes from an epoch that `near.json` does not
+name, nor from a step after the last step of an epoch: it belongs to another run, or the run went on from an earlier
+step.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ import msgspec
 
 from eformer._engine.formats.found import kinds_if_there
 from eformer._engine.processes import hosts as _hosts
-from eformer._engine.record.policies import every_from, is_due, minutes_due
+from eformer._engine.record.policies import Near, every_from, is_due, minutes_due
 from eformer._engine.record.step_names import step_name
 from eformer._engine.record.values import parse_json
 from eformer._engine.runs.clock import Clock
-from eformer._engine.runs.own_part import cut_to_own, load_own
+from eformer._engine.runs.own_part import load_own, own_part_of
 from eformer._engine.runs.steps import Step, claim_of, steps_if_there
 from eformer._engine.saving.pending import Pending
 from eformer._engine.saving.save import carry_out
@@ -41,14 +42,11 @@ from eformer._engine.trees.copies import compile_copies
 from eformer.errors import CorruptionError, FormatError, ProcessError
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from datetime import timedelta
 
     from eformer._engine.loading.load import LoadedTree
     from eformer._engine.loading.request import Request
     from eformer._engine.record.options import SaveOptions
-    from eformer._engine.record.policies import Every
     from eformer._engine.runs.done import Done
     from eformer._engine.runs.writer import Writer
     from eformer._engine.saving.save import Save
@@ -57,10 +55,10 @@ logger = logging.getLogger("eformer")
 
 NEAR_FILE = "near.json"
 
-# Whole steps beside the one that is being written. When its arrays are computed, every other process has begun the
-# step before it, and so has finished the one before that.
+# Whole steps beside the step that is being written. When the arrays of step n are computed, every process has begun
+# step n - 1, and so has finished step n - 2: that step stays until the next save, so all processes have one in common.
 _KEPT = 2
-_MOST_EPOCHS = 64  # in the file; older ones have no steps any more
+_MOST_EPOCHS = 64  # in the file; the near tier no longer has steps of older ones
 
 _EPOCH = re.compile(r"[0-9a-f]{16}")
 _PROCESS = re.compile(r"process-(?P<index>[0-9]{1,9})")
@@ -68,17 +66,17 @@ _COUNT = "eformer.processes"
 
 
 class NearStep(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """A step: its number, and the epoch in which it was saved to the near tier; "" for one of the run itself."""
+    """A step: its number, and the epoch in which it was saved to the near tier; "" for a step of the run itself."""
 
     number: int
     epoch: str = ""
 
 
-class _Line(msgspec.Struct):
-    """The epochs from which the run may go on, each up to a step, None for all.
+class _Epochs(msgspec.Struct):
+    """The epochs from which the run may go on, each up to a step; None for all steps.
 
-    They count only where the file was written, not in a copy of the run, and only as long as one of these is the
-    writer: a job without a near tier that came after them has left the near steps behind.
+    The epochs count only at the path where the file was written, not in a copy of the run, and only while one of
+    `writers` is the writer of the run: a later job without a near tier has gone on from other steps.
     """
 
     path: str = ""
@@ -90,42 +88,39 @@ class _Line(msgspec.Struct):
             step.epoch == epoch and (last is None or step.number <= last) for epoch, last in self.epochs
         )
 
-    def up_to(self, number: int, epoch: str) -> _Line:
-        """Return the line that goes on from a step in a new epoch."""
+    def up_to(self, number: int, epoch: str) -> _Epochs:
+        """Return the epochs of a run that goes on from a step in a new epoch."""
         before = [(name, number if last is None else min(number, last)) for name, last in self.epochs]
-        return _Line(self.path, self.writers, [*before, (epoch, None)][-_MOST_EPOCHS:])
+        return _Epochs(self.path, self.writers, [*before, (epoch, None)][-_MOST_EPOCHS:])
 
 
-class Near:
+class NearTier:
     """The near tier of a run, seen from one process.
 
     The order of calls: `look` before this job becomes the writer, `in_common`, and `begin`; then `is_due`, `save` and
-    `note_save`. Errors of its saves are logged: the run saves a later step.
+    `note_save`. Errors of near saves are logged and not raised, because the run saves a later step.
     """
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
-        every: int | timedelta | Every | Sequence[Every] | None,
+        near: Near,
         writer: Writer,
         options: SaveOptions,
-        clock: Callable[[], float],
+        seconds: Callable[[], float],
     ) -> None:
-        place = on_disk(store_at(absolute(path)))
-        self._every = every_from(every)
-        if place is None:
+        if not isinstance(near, Near):
+            raise TypeError(f"near={near!r}: expected near=Near(path, every=...)")
+        local = on_disk(store_at(absolute(near.path)))
+        if local is None:
             raise ValueError(
-                f"near={path!r}: the near tier is in memory or on a local disk, /dev/shm/run say"
+                f"{near}: near steps are saved in memory or on a local disk; pass a path such as '/dev/shm/run'"
             )
-        if not self._every:
-            raise ValueError("near= needs near_every=, which says when it saves")
-        self._process = Path(place) / f"process-{jax.process_index()}"
-        if self._process.is_symlink():  # everything in the tier that is not kept is removed
-            raise ValueError(
-                f"near={path!r}: {self._process} is a link; remove it, or choose another directory"
-            )
+        self._every = every_from(near.every)
+        self._process = Path(local) / f"process-{jax.process_index()}"
+        if self._process.is_symlink():  # `begin` would remove files of its target
+            raise ValueError(f"{near}: {self._process} is a link; remove it, or choose another directory")
         self._writer, self._run = writer, writer.store
-        self._clock, self._timeout = Clock(clock, options.timeout), options.timeout
+        self._clock, self._timeout = Clock(seconds, options.timeout), options.timeout
         self._options = dataclasses.replace(
             options,
             dtype=None,
@@ -136,30 +131,33 @@ class Near:
             ocdbt=False,
             store_options=None,
         )
-        self._line, self._epoch = _Line(), ""
+        self._epochs, self._epoch = _Epochs(), ""
         self._pending: Pending | None = None
 
     # -------------------------------------------------------------------------------------- resume
 
     def look(self) -> list[NearStep]:
-        """Return the steps that this process holds whole, if they were saved by as many processes as there are. Before,
-        read which epochs count, and note that this writer knows of them."""
+        """Return the whole steps of this process that the present number of processes saved.
+
+        The first process also reads the epochs, and adds this writer to them before it claims the run: a job that dies
+        between both leaves epochs that still count.
+        """
         self.wait()
         if jax.process_index() == 0:
-            line, claim = self._read_line(), claim_of(self._run)
+            known, claim = self._read_epochs(), claim_of(self._run)
             holder = claim.id if claim else ""
-            is_ours = line.path == self._run.url and holder in line.writers
-            epochs = line.epochs if is_ours else []
-            self._write_line(_Line(self._run.url, [self._writer.id, holder], epochs))
-        return self._held()
+            is_ours = known.path == self._run.url and holder in known.writers
+            epochs = known.epochs if is_ours else []
+            self._write_epochs(_Epochs(self._run.url, [self._writer.id, holder], epochs))
+        return self._whole_steps()
 
     def forget(self) -> None:
         """Forget the steps of earlier jobs, before a run that starts anew puts its own steps aside."""
         if jax.process_index() == 0:
-            self._write_line(_Line(self._line.path, self._line.writers))
+            self._write_epochs(_Epochs(self._epochs.path, self._epochs.writers))
 
-    def _held(self) -> list[NearStep]:
-        return sorted(step for step in self._there() if self._is_whole(step))
+    def _whole_steps(self) -> list[NearStep]:
+        return sorted(step for step in self._all_steps() if self._is_whole(step))
 
     def _is_whole(self, step: NearStep) -> bool:
         found = Step(step.number, self._path_of(step))
@@ -172,10 +170,10 @@ class Near:
         return bool(count == jax.process_count())
 
     def in_common(self, held: Sequence[Iterable[NearStep]]) -> tuple[list[NearStep], list[str]]:
-        """Return the steps that all processes hold and that are of this run, given those of each; and the
-        epochs of this run. For the first process."""
+        """Return the steps of this run that all processes hold, and the epochs of this run. `held` has the steps of
+        each process. Only the first process calls this."""
         everywhere = set.intersection(*(set(steps) for steps in held))
-        found = sorted(step for step in everywhere if self._line.has(step))
+        found = sorted(step for step in everywhere if self._epochs.has(step))
         newest = found[-1].number if found else -1
         others = {step.number for steps in held for step in steps if step.number > newest}
         if others:
@@ -183,43 +181,45 @@ class Near:
                 "the near steps %s are not used: they are not of this run, or not every process holds them",
                 sorted(others),
             )
-        return found, [epoch for epoch, _ in self._line.epochs]
+        return found, [epoch for epoch, _ in self._epochs.epochs]
 
     def load(self, step: NearStep, request: Request) -> LoadedTree:
-        """Load this process's part of a step. What cannot be read is damage, for which there is another step."""
+        """Load this process's part of a step. Raise CorruptionError for an unreadable file, so that the run tries
+        another step."""
         try:
             return load_own(self._path_of(step), f"{step.epoch}-{step.number}", request)
-        except ProcessError:  # one of them is a TimeoutError, and so an OSError
+        except ProcessError:  # a ProcessError may be a TimeoutError, and so an OSError
             raise
         except OSError as error:
             raise CorruptionError(f"{self._path_of(step)} cannot be read: {error}") from error
 
     def begin(self, number: int, epoch: str, before: Iterable[str] = ()) -> None:
-        """Begin an epoch after so many steps. Steps after that, and those not of the epochs `before`, are removed."""
+        """Begin an epoch after step `number`. Remove later steps, and steps of epochs that are not in `before`."""
         self._epoch = epoch
+        # The file comes before the removals: if this job dies in between, the later steps no longer count.
         if jax.process_index() == 0:
-            self._write_line(self._line.up_to(number, epoch))
-        stay = [step for step in self._held() if step.number <= number and step.epoch in before]
+            self._write_epochs(self._epochs.up_to(number, epoch))
+        stay = [step for step in self._whole_steps() if step.number <= number and step.epoch in before]
         near = self._process.parent
         _remove_but(stay, near, self._process.name)
-        for name in kinds_if_there(store_at(near)):  # of a job that had more processes
+        for name in kinds_if_there(store_at(near)):  # left by a job that had more processes
             if (found := _PROCESS.fullmatch(name)) and int(found["index"]) >= jax.process_count():
                 _remove_but((), near, name)
         self.note_save(number)
 
-    def _read_line(self) -> _Line:
+    def _read_epochs(self) -> _Epochs:
         try:
             data, _ = read_whole(self._run, NEAR_FILE)
-            return parse_json(data, _Line, f"{self._run.path_to(NEAR_FILE)} cannot be read")
+            return parse_json(data, _Epochs, f"{self._run.path_to(NEAR_FILE)} cannot be read")
         except (FileNotFoundError, NotADirectoryError):
-            return _Line()
+            return _Epochs()
         except FormatError as error:
             logger.warning("the near tier is not used: %s", error)
-            return _Line()
+            return _Epochs()
 
-    def _write_line(self, line: _Line) -> None:
-        self._line = line
-        update_file(self._run, NEAR_FILE, lambda _: msgspec.json.encode(line))
+    def _write_epochs(self, known: _Epochs) -> None:
+        self._epochs = known
+        update_file(self._run, NEAR_FILE, lambda _: msgspec.json.encode(known))
 
     # ---------------------------------------------------------------------------------------- save
 
@@ -233,12 +233,12 @@ class Near:
         self._clock.note_save(step)
 
     def save(self, done: Done, late: Callable[[Sequence[bytes]], Mapping[str, Any]]) -> None:
-        """Save this process's part of the tree in the background. Wait for the near save before it, for nobody else.
-        `late` returns more metadata when the save is committed."""
+        """Save this process's part of the tree in the background. Wait for its previous near save, but not for other
+        processes. `late` returns more metadata when the save is committed."""
         position, tree = done.position(), done.state()
         self.wait()
         path = self._path_of(NearStep(done.step, self._epoch))
-        own, table = cut_to_own(tree)
+        own, table = own_part_of(tree)
         save = start(
             own,
             path,
@@ -252,17 +252,18 @@ class Near:
         self.note_save(done.step)
         try:
             self._pending.start(functools.partial(self._carry_out, save), afterwards=compile_copies)
-        except BaseException:  # no thread could be started: nobody shall wait for this save
+        except BaseException:  # no thread could be started: later saves must not wait for this one
             save.turn.end()
             raise
 
     def _carry_out(self, save: Save) -> None:
-        """Make room for the step, once all processes must have finished the last but one, and write it."""
+        """Remove all but the last whole steps, then write the new step."""
         try:
+            # Computed arrays prove that every process has finished the last step but one.
             for array in (array for source in save.sources for _, array in source.parts):
                 if isinstance(array, jax.Array):
                     array.block_until_ready()
-            for step in sorted(self._there())[:-_KEPT]:
+            for step in sorted(self._all_steps())[:-_KEPT]:
                 self._remove(step)
         except BaseException:
             save.turn.end()
@@ -271,11 +272,11 @@ class Near:
 
     def _remove(self, step: NearStep) -> None:
         near, epoch = self._process.parent, f"{self._process.name}/{step.epoch}"
-        with _logged(near / epoch), Directory.open(near) as place, place.enter(epoch) as folder:
+        with _logged(near / epoch), Directory.open(near) as tier, tier.enter(epoch) as folder:
             _remove_entry(folder, step_name(step.number))
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for the near save under way. Its error is logged, not raised."""
+        """Wait for the near save that runs. Log its error, and do not raise it."""
         pending = self._pending
         if pending is not None and (error := pending.exception(timeout)):
             logger.error("the near step at %s was not saved", pending.path, exc_info=error)
@@ -286,8 +287,8 @@ class Near:
     def _path_of(self, step: NearStep) -> str:
         return str(self._process / step.epoch / step_name(step.number))
 
-    def _there(self) -> list[NearStep]:
-        """List the steps of this process, whole or not, of whatever run."""
+    def _all_steps(self) -> list[NearStep]:
+        """List the steps of this process, whole or damaged, of any run."""
         return [
             NearStep(step.number, epoch)
             for epoch in kinds_if_there(store_at(self._process))
@@ -297,13 +298,13 @@ class Near:
 
 
 def _remove_but(stay: Iterable[NearStep], near: Path, process: str) -> None:
-    """Remove everything in the epochs of a process but these steps: other steps, and what killed saves have left.
+    """Remove everything in the epochs of a process but the steps in `stay`: other steps, and remains of killed saves.
 
-    No directory is entered through a link, which whoever may write to the near tier could have put there. Errors are
-    logged: what stays takes room, and nothing else.
+    No directory is entered through a link: other users may be able to write to the near tier, and a link would make
+    this process delete its own files elsewhere. Errors are logged, because a step that stays only takes room.
     """
     kept = {(step.epoch, step_name(step.number)) for step in stay}
-    with _logged(near / process), Directory.open(near) as place, place.enter(process) as folder:
+    with _logged(near / process), Directory.open(near) as tier, tier.enter(process) as folder:
         for epoch, kind in folder.kinds().items():
             if kind == "directory" and _EPOCH.fullmatch(epoch):
                 with folder.enter(epoch) as inner:
@@ -324,7 +325,7 @@ def _logged(path: Path) -> Iterator[None]:
 
 
 def _remove_entry(folder: Directory, name: str) -> None:
-    """Remove a step or anything else; under a hidden name, so that a part of a step is never taken for a whole one."""
+    """Remove a step or any other entry. Rename it to a hidden name first, so that a half removed step is never read."""
     with _logged(folder.path / name):
         hidden = name if name.startswith(".") else scratch_name()
         if hidden != name:

@@ -1,7 +1,8 @@
-"""Cut a tree to what this process holds of it, save that as a tree of its own, and load it as the tree it was cut from.
+"""Save the part of a tree that this process holds as a tree of its own, and load the parts as the whole tree.
 
-The part is a list: arrays that only this process holds and plain values as they are, of every other array the distinct
-boxes that the devices of this process hold. The metadata of the save has a table that says which is which.
+The part is a list. Plain values, and arrays that only this process holds, are in it as they are. An array that other
+processes hold, too, is in it as the distinct boxes that the devices of this process hold. A table in the metadata of
+the save says which leaf each element of the list belongs to.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 PART_METADATA = "eformer.part"
 
 
-class _Cut(msgspec.Struct, frozen=True, array_like=True):
-    """An array of which only boxes are in the part: the whole array as it is stored, and where each box begins."""
+class _BoxedArray(msgspec.Struct, frozen=True, array_like=True):
+    """An array of which only some boxes are in the part: the whole array as it is stored, and the start of each box."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -44,22 +45,22 @@ class _Cut(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Table(msgspec.Struct, frozen=True):
-    """The leaves of the tree in the order of the part, the arrays among them that were cut, and the structure."""
+    """The leaves of the tree in the order of the part, the arrays that are saved as boxes, and the structure."""
 
     names: list[str]
-    cuts: dict[str, _Cut]
+    cuts: dict[str, _BoxedArray]
     structure: msgspec.Raw
 
 
-def cut_to_own(tree: Any) -> tuple[list[Any], dict[str, str]]:
+def own_part_of(tree: Any) -> tuple[list[Any], dict[str, str]]:
     """Return the part of the tree that this process holds, and the metadata that `load_own` needs."""
     leaves, structure = flatten(tree)
     part: list[Any] = []
-    cuts: dict[str, _Cut] = {}
+    cuts: dict[str, _BoxedArray] = {}
     for name, leaf in leaves.items():
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             boxes = _boxes(leaf)
-            cuts[name] = _cut(leaf, tuple(boxes))
+            cuts[name] = _boxed_array(leaf, tuple(boxes))
             part += boxes.values()
         else:
             part.append(leaf)
@@ -68,23 +69,23 @@ def cut_to_own(tree: Any) -> tuple[list[Any], dict[str, str]]:
 
 
 def _boxes(array: jax.Array) -> dict[tuple[int, ...], jax.Array]:
-    """Return the distinct boxes that the devices of this process hold, by where they begin."""
+    """Return the distinct boxes that the devices of this process hold, by their starts."""
     found: dict[tuple[int, ...], jax.Array] = {}
     for shard in array.addressable_shards:
-        # The index of PRNG keys has an axis more, that of the numbers inside.
+        # The index of PRNG keys has one axis more, for the numbers inside of a key.
         start = tuple(s.indices(size)[0] for s, size in zip(shard.index, array.shape, strict=False))
         found.setdefault(start, shard.data)
     return found
 
 
-def _cut(array: jax.Array, starts: tuple[tuple[int, ...], ...]) -> _Cut:
+def _boxed_array(array: jax.Array, starts: tuple[tuple[int, ...], ...]) -> _BoxedArray:
     sharding = recorded_sharding(array.sharding)
     if not is_key(array):
-        return _Cut(name_of_dtype(array.dtype), array.shape, None, sharding, starts)
+        return _BoxedArray(name_of_dtype(array.dtype), array.shape, None, sharding, starts)
     data = jax.eval_shape(jax.random.key_data, array)
     inner = (0,) * (len(data.shape) - array.ndim)
     key = str(jax.random.key_impl(array))
-    return _Cut(
+    return _BoxedArray(
         name_of_dtype(data.dtype), data.shape, key, sharding, tuple((*start, *inner) for start in starts)
     )
 
@@ -93,21 +94,21 @@ def _cut(array: jax.Array, starts: tuple[tuple[int, ...], ...]) -> _Cut:
 
 
 def load_own(path: str, common_id: str, request: Request) -> LoadedTree:
-    """Load the part at `path` as the tree that it was cut from, together with the other processes, from their parts.
+    """Load the whole tree from the part at `path`, while every other process loads it from its own part.
 
-    Arrays that are to lie elsewhere on the same mesh are moved between the devices. Raise a FormatError if a box that
-    is needed here is not in the part. `common_id` is the same in all processes if their parts belong together.
+    Arrays with another sharding on the same mesh are moved between the devices. Raise FormatError if the part lacks a
+    box that this process needs. `common_id` is the same in all processes if their parts belong together.
     """
 
     def see(found: Found) -> Found:
-        whole = _uncut(found.tree(None), path, common_id)
+        whole = _whole_tree(found.tree(None), path, common_id)
         return dataclasses.replace(found, trees={"": whole}, only=None)
 
     return load_tree([path], dataclasses.replace(request, whole_of=see))
 
 
-def _uncut(part: TreeEntry, path: str, common_id: str) -> BoxedTree:
-    """Return the record of the tree that the part was cut from."""
+def _whole_tree(part: TreeEntry, path: str, common_id: str) -> BoxedTree:
+    """Return the record of the whole tree that the part is of."""
     text = part.metadata.get(PART_METADATA)
     if not isinstance(text, str):
         raise FormatError(f"{path} is not a part of a tree: its metadata has no {PART_METADATA!r}")
@@ -115,7 +116,9 @@ def _uncut(part: TreeEntry, path: str, common_id: str) -> BoxedTree:
     try:
         arrays, values = _contents(part, table)
     except (KeyError, ValueError) as error:
-        raise FormatError(f"{path}: the table of its leaves is not that of what it holds: {error}") from error
+        raise FormatError(
+            f"{path}: the table of its leaves does not match its arrays and values: {error}"
+        ) from error
     return boxed_tree(part, arrays, save_id=common_id, raw_values=values, structure=table.structure)
 
 
@@ -134,8 +137,8 @@ def _contents(part: TreeEntry, table: _Table) -> tuple[dict[str, LeafEntry], dic
     return arrays, values
 
 
-def _joined(cut: _Cut, boxes: Sequence[LeafEntry]) -> LeafEntry:
-    """Return the record of the whole array, with the extents of the boxes where these lie in it."""
+def _joined(cut: _BoxedArray, boxes: Sequence[LeafEntry]) -> LeafEntry:
+    """Return the record of the whole array, with each extent moved to its place in it."""
     extents = [
         _moved(extent, box, start, cut.shape)
         for box, start in zip(boxes, cut.starts, strict=True)
@@ -148,8 +151,8 @@ def _joined(cut: _Cut, boxes: Sequence[LeafEntry]) -> LeafEntry:
 def _moved(extent: Extent, box: LeafEntry, start: tuple[int, ...], shape: tuple[int, ...]) -> Extent:
     if box.shape == shape:
         return extent
-    region = box.region_of(extent)
+    found = box.region_of(extent)
     first, last = (
-        tuple(a + b for a, b in zip(start, side, strict=True)) for side in (region.start, region.stop)
+        tuple(a + b for a, b in zip(start, side, strict=True)) for side in (found.start, found.stop)
     )
     return msgspec.structs.replace(extent, region=(first, last))

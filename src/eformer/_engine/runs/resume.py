@@ -1,4 +1,4 @@
-"""Resume a run: agree on the steps that there are, and load the first one that is sound in every process."""
+"""Resume a run: agree on its steps, and load the first step that is sound in every process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.loading.request import LoadReport, Request
     from eformer._engine.record.policies import Keep
-    from eformer._engine.runs.near import Near
+    from eformer._engine.runs.near import NearTier
     from eformer._engine.runs.steps import Step
     from eformer._engine.runs.writer import Writer
 
@@ -47,7 +47,7 @@ class Resumed:
 
     tree      the state
     step      how many steps are done
-    skipped   the steps that were skipped because they are damaged, and why
+    skipped   the damaged steps that were skipped, with the reasons
     report    the `LoadReport` of the step: the leaves that were loaded, kept and left out
     """
 
@@ -64,16 +64,22 @@ class Resumed:
 # ---------------------------------------------------------------------------------------- messages
 
 
-class _Held(msgspec.Struct):
+class _OwnSteps(msgspec.Struct):
     """The message of a process that begins: the near steps that it holds, and whether it starts anew."""
 
     near: list[NearStep]
     fresh: bool
 
 
-class Agreed(msgspec.Struct):
-    """The answer: the steps that there are for all processes, those of the run that have the metric of a rule, the best
-    first, the epoch that begins, and those of the run before it."""
+class AgreedSteps(msgspec.Struct):
+    """The answer to all processes.
+
+    far      the steps of the run
+    near     the near steps that all processes hold
+    best     the steps of the run that have the metric of a rule, the best first
+    epoch    the id of the epoch that begins
+    before   the earlier epochs of the run
+    """
 
     far: list[int]
     near: list[NearStep]
@@ -83,28 +89,28 @@ class Agreed(msgspec.Struct):
 
     @property
     def steps(self) -> list[NearStep]:
-        """All steps in the order of their numbers; of equal ones, that of the run itself is the last."""
+        """All steps in the order of their numbers; a step of the run comes after a near step of its number."""
         both = [*(NearStep(number) for number in self.far), *self.near]
         return sorted(both, key=lambda step: (step.number, not step.epoch))
 
     def to_try(self, step: int | str, rule: Keep | None, path: str) -> list[NearStep]:
-        """Return the steps to try: the wanted one first, or the best by a rule, then those that take its place if it is
+        """Return the steps to try: first the wanted step, or the best by a rule, then its replacements if it is
         damaged."""
-        there = {place.number: place for place in self.steps}
+        there = {one.number: one for one in self.steps}
         if rule is not None:
             if not self.best:
                 raise NotFoundError(f"{path}: no step has a number for the metric {rule.by!r}")
             return [there[number] for number in self.best]
         if step != "newest" and step not in there:
             raise NotFoundError(f"{path} has no step {step}; it has {[*there]}")
-        return [place for place in reversed(self.steps) if step == "newest" or place.number <= int(step)]
+        return [one for one in reversed(self.steps) if step == "newest" or one.number <= int(step)]
 
     def after(self, number: int, skipped: Collection[int] = ()) -> list[int]:
-        """Return the steps after this one, without those that were skipped."""
+        """Return the steps after step `number`, without the skipped steps."""
         return [step.number for step in self.steps if step.number > number and step.number not in skipped]
 
     def refuse_after(self, number: int, path: str, skipped: Mapping[int, str]) -> None:
-        """Raise ValueError if there are steps after this one."""
+        """Raise ValueError if the run has steps after step `number`."""
         if newer := self.after(number, skipped):
             damaged = "".join(f", and step {n} is damaged: {why}" for n, why in skipped.items())
             raise ValueError(
@@ -115,24 +121,24 @@ class Agreed(msgspec.Struct):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """The processes of one job at a run. All of them make the same calls, and hear of an error in one of them."""
+    """The processes of one job at a run. All processes make the same calls, and an error in one reaches all."""
 
     path: str
     writer: Writer
-    near: Near | None
+    near: NearTier | None
     timeout: float | None
 
-    def agree(self, *, claims: bool, fresh: bool, rule: Keep | None = None) -> Agreed:
-        """Agree on the steps that there are: those of the run that the first process sees, and the near ones that all
-        processes hold.
+    def agree(self, *, claims: bool, fresh: bool, rule: Keep | None = None) -> AgreedSteps:
+        """Agree on the steps: the steps of the run that the first process lists, and the near steps that all processes
+        hold.
 
-        With `claims`, this job becomes the writer first. If it is the writer already, no other job may have become it
-        since. With a `rule`, rank the steps of the run by its metric.
+        With `claims`, this job becomes the writer first. A job that is the writer already raises SupersededError if
+        another job has taken over. With a `rule`, rank the steps of the run by its metric.
         """
         near = self.near
 
         def answer(messages: Sequence[bytes]) -> bytes:
-            held = [json_decoder(_Held).decode(message) for message in messages]
+            held = [json_decoder(_OwnSteps).decode(message) for message in messages]
             _require_alike([one.fresh for one in held])
             if claims:
                 self.writer.claim()
@@ -140,19 +146,19 @@ class Job:
             common, epochs = near.in_common([one.near for one in held]) if near else ([], [])
             best = self._ranked(there, rule) if rule else []
             far = [step.number for step in there]
-            return msgspec.json.encode(Agreed(far, common, best, secrets.token_hex(8), epochs))
+            return msgspec.json.encode(AgreedSteps(far, common, best, secrets.token_hex(8), epochs))
 
         with meeting("runs", self.timeout) as hosts:
             if self.writer.has_claimed and hosts.index == 0:
                 self.writer.check()
-            mine = _Held(near.look() if near else [], fresh)
+            mine = _OwnSteps(near.look() if near else [], fresh)
             answered = hosts.meet(msgspec.json.encode(mine), answer)
         self.writer.has_claimed = self.writer.has_claimed or claims
-        return json_decoder(Agreed).decode(answered)
+        return json_decoder(AgreedSteps).decode(answered)
 
     def _ranked(self, there: Sequence[Step], rule: Keep) -> list[int]:
-        """Return the steps that have the metric of a rule, the best first. Those whose manifests cannot be read are
-        left out."""
+        """Return the steps that have the metric of a rule, the best first. Leave out steps with unreadable
+        manifests."""
         facts = []
         for step in there:
             try:
@@ -162,20 +168,20 @@ class Job:
         return ranked(facts, rule)
 
     def load_first(
-        self, places: Sequence[NearStep], request: Request, *, fallback: bool
+        self, candidates: Sequence[NearStep], request: Request, *, fallback: bool
     ) -> tuple[NearStep, LoadedTree, dict[int, str]]:
-        """Load the first of these steps that is sound in every process. Return it, and why others were skipped."""
+        """Load the first of these steps that is sound in every process. Return it, and the reasons of skipped steps."""
         skipped: dict[int, str] = {}
-        for place in places:
-            number = place.number
+        for step in candidates:
+            number = step.number
             try:
-                loaded, problem = self._load(place, request)
-                if loaded is None and fallback:  # a second look: a directory may be stale for a moment
-                    loaded, problem = self._load(place, request)
+                loaded, problem = self._load(step, request)
+                if loaded is None and fallback:  # once more: a network file system may show an old directory
+                    loaded, problem = self._load(step, request)
             except VersionError as error:
                 raise self._newer_version(number, error) from error
             if loaded is not None:
-                return place, loaded, skipped
+                return step, loaded, skipped
             if not fallback:
                 raise CorruptionError(f"step {number} of {self.path} is damaged: {problem}")
             logger.warning("%s: step %d is skipped: %s", self.path, number, problem)
@@ -185,15 +191,15 @@ class Job:
             f"no step of {self.path} is sound, and a run does not start afresh by itself: {listed}"
         )
 
-    def _load(self, place: NearStep, request: Request) -> tuple[LoadedTree | None, str]:
-        """Load a step in all processes. Return it, or why it is damaged in one of them."""
+    def _load(self, step: NearStep, request: Request) -> tuple[LoadedTree | None, str]:
+        """Load a step in all processes. Return it, or the damage that one process has found."""
         loaded, error = None, None
         try:
-            if place.epoch and self.near:
-                loaded = self.near.load(place, request)
+            if step.epoch and self.near:
+                loaded = self.near.load(step, request)
             else:
-                loaded = load_tree([path_to_step(self.path, place.number)], request)
-        except Exception as raised:  # noqa: BLE001  the others have to hear of it
+                loaded = load_tree([path_to_step(self.path, step.number)], request)
+        except Exception as raised:  # noqa: BLE001  all processes wait to hear of it
             error = raised
         with meeting("runs", self.timeout) as hosts:
             outcome = hosts.meet(_outcome_of(error), _worst).decode()
@@ -204,39 +210,39 @@ class Job:
             raise error
         if outcome:
             raise ProcessError(
-                f"step {place.number} of {self.path} could not be loaded in another process: {outcome}"
+                f"step {step.number} of {self.path} could not be loaded in another process: {outcome}"
             )
         return loaded, ""
 
     def _newer_version(self, number: int, error: VersionError) -> VersionError:
-        """Say that a newer eformer wrote a step, and how to go on from the one before. It is not damaged, so it is not
-        skipped."""
+        """Return the error for a step of a newer eformer, with the call that goes on from an earlier step. Such a step
+        is not damaged, so it is not skipped."""
         there = steps_if_there(self.path)
         is_newest = all(step.number <= number for step in there)
         message = f"{self.path}: {'the newest step' if is_newest else 'step'} {number} is of a newer version: {error}"
         before = (step.number for step in reversed(there) if step.number < number and not step.problem())
         if (sound := next(before, None)) is not None:
-            message += f"; the one before is {sound}, and resume(step={sound}, rewind=True) goes on from it"
+            message += f"; to go on from the step before, call resume(step={sound}, rewind=True)"
         return VersionError(message)
 
-    def place(self, data: Any, place: NearStep, metadata: Mapping[str, Any]) -> None:
-        """Put the data to the position that they had. A near step has that of this process alone."""
+    def set_position(self, data: Any, step: NearStep, metadata: Mapping[str, Any]) -> None:
+        """Set the data to the recorded position. A near step has the position of this process alone."""
         facts = facts_of_run(metadata)
         with meeting("runs", self.timeout) as hosts:
             if data is not None:
-                index, number = (0, 1) if place.epoch else (hosts.index, hosts.count)
-                set_position(data, facts, f"step {place.number} of {self.path}", index=index, count=number)
+                index, number = (0, 1) if step.epoch else (hosts.index, hosts.count)
+                set_position(data, facts, f"step {step.number} of {self.path}", index=index, count=number)
             elif facts.get("data"):
                 logger.warning(
-                    "%s: step %d has a position in the data, and resume was called without data=, so the data begin "
+                    "%s: step %d has a position in the data, but resume was called without data=, so the data begin "
                     "anew; pass resume(data=) to go on at that position",
                     self.path,
-                    place.number,
+                    step.number,
                 )
             hosts.meet(b"", lambda _: b"")
 
     def put_aside(self, why: Callable[[Step], str | None]) -> list[str]:
-        """Give steps other names, in the first process, before any process goes on. Return the names that they had."""
+        """Rename steps in the first process, before any process goes on. Return their old names."""
 
         def answer(_: Sequence[bytes]) -> bytes:
             return msgspec.json.encode(put_aside(self.path, why, self.writer.check))
@@ -258,13 +264,13 @@ def _require_alike(fresh: Sequence[bool]) -> None:
     if len(set(fresh)) > 1:
         named = few([f"process {index}" for index, is_fresh in enumerate(fresh) if is_fresh])
         raise ValueError(
-            f"Run(fresh=) differs between processes: it is True in {named}, and False in the others; pass "
-            "the same to all"
+            f"Run(fresh=) differs between processes: it is True in {named}, and False elsewhere; pass "
+            "the same value in all processes"
         )
 
 
 def _outcome_of(error: Exception | None) -> bytes:
-    """Describe the outcome of a load for the other processes."""
+    """Encode the outcome of a load for all processes."""
     if error is None:
         return b""
     is_unreadable = isinstance(error, OSError) and error.errno == errno.EIO
@@ -283,8 +289,8 @@ def _worst(outcomes: Sequence[bytes]) -> bytes:
 def reasons_to_put_aside(
     path: str, rewound: Collection[int], skipped: Collection[int]
 ) -> Callable[[Step], str | None]:
-    """Return a function that says why a step is put aside. A step that was hidden by another of its number, and so was
-    not looked at, is not called damaged."""
+    """Return a function that returns why a step is put aside. A step that another of the same number hides was not
+    read, so it is called rewound and not damaged."""
     examined = {step.name for step in steps_if_there(path)}
 
     def why(step: Step) -> str | None:

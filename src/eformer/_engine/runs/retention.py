@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import time
+from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("eformer")
 
-_MOST_HOURS_AHEAD = 1 / 60  # of the clock that can be set, before the one that cannot
+_MOST_HOURS_AHEAD = 1 / 60  # by which the settable clock may be ahead of the steady clock
 
 
 def removable(
@@ -58,27 +59,37 @@ def removable(
     now: float,
     stay: Collection[int | None] = (),
 ) -> list[str]:
-    """Name the steps that no rule keeps, given the facts of the whole ones by name. These stay, too: the steps in
-    `stay`, the one that the run was resumed from, and those that a link in the run points to. All stay while no rule
-    can be applied."""
+    """Return the names of the steps that no rule keeps, given the facts of the whole steps by name.
+
+    The steps in `stay`, the step that the run was resumed from, and the targets of links in the run stay, too. All
+    steps stay while no rule can be applied.
+    """
     if not can_remove(facts.values(), rules):
         return []
     keep = kept(facts.values(), rules, stay={*stay, resumed_from(store)}, now=now)
-    place = on_disk(store)
-    linked = linked_in(Path(place)) if place is not None else set()
+    local = on_disk(store)
+    linked = linked_in(Path(local)) if local is not None else set()
     return [name for name, fact in facts.items() if fact.number not in keep and name not in linked]
 
 
+def by_series(facts: Mapping[str, StepFacts]) -> list[dict[str, StepFacts]]:
+    """Group steps by the text before their numbers: `prune` counts run-100 and step-100 in separate series."""
+    found = defaultdict[str, dict[str, StepFacts]](dict)
+    for name, fact in facts.items():
+        found[name.rstrip("0123456789")][name] = fact
+    return [*found.values()]
+
+
 def seen_last(sound: Sequence[Step]) -> set[int]:
-    """Return the newest step that was looked at, which stays; all steps if there is none. A step of Orbax in a bucket
-    would have to be copied first: it may be damaged, and must not be the only one that stays."""
+    """Return the newest step that was read, which stays; all steps if none was read. Reading a step of Orbax in a
+    bucket would copy it: it may be damaged, so it must not be the only step that stays."""
     looked_at = [step.number for step in sound if not found_of(step).foreign.is_costly]
     return set(looked_at[-1:] or (step.number for step in sound))
 
 
 def remove_step(store: Store, name: str, identity: Identity | None) -> str | None:
-    """Remove a step. Return why it stays, if it does. Raise FileNotFoundError if it is gone, and ValueError if it is
-    another one."""
+    """Remove a step. Return None, or why the step stays. Raise FileNotFoundError if it is gone, and ValueError if
+    another directory has its name."""
     try:
         is_removed = remove_checkpoint(store, name, identity)
     except OSError as error:
@@ -89,7 +100,7 @@ def remove_step(store: Store, name: str, identity: Identity | None) -> str | Non
 
 
 def linked_in(where: Path) -> set[str]:
-    """Name the entries that links beside them point to (best -> step-100) or into (best.bin -> step-100/model.bin)."""
+    """Return the targets of links in a directory: best -> step-100, or best.bin -> step-100/model.bin."""
     prefix = f"{os.path.realpath(where)}/"
     with os.scandir(where) as entries:
         targets = [os.path.realpath(entry.path) for entry in entries if entry.is_symlink()]
@@ -97,7 +108,7 @@ def linked_in(where: Path) -> set[str]:
 
 
 def identities_of(store: Store, names: Iterable[str]) -> dict[str, Identity]:
-    """Return the identities of the steps that are still there, so that nothing else is removed in their place."""
+    """Return the identities of the steps that still exist, so that nothing else is removed in their place."""
     found: dict[str, Identity] = {}
     for name in names:
         with suppress(FileNotFoundError):
@@ -106,13 +117,13 @@ def identities_of(store: Store, names: Iterable[str]) -> dict[str, Identity]:
 
 
 def steady_clock() -> Callable[[], float]:
-    """Return a clock that goes on from the present time, and that nobody can set."""
+    """Return a clock that starts at the present time and that no change of the system clock affects."""
     began, since = time.time(), _since_boot()
     return lambda: began + _since_boot() - since
 
 
 def _since_boot() -> float:
-    """Return seconds, also of the time that the machine sleeps, where that is known."""
+    """Return seconds since boot, including sleep where the system counts it."""
     boot = getattr(time, "CLOCK_BOOTTIME", None)
     return time.monotonic() if boot is None else time.clock_gettime(boot)
 
@@ -120,10 +131,11 @@ def _since_boot() -> float:
 def remove_others(
     path: str, rules: Sequence[Keep], stay: Collection[int | None], *, now: float, told: set[str]
 ) -> None:
-    """Remove the steps that no rule keeps. Damaged ones, and links to steps that are elsewhere, neither count nor go. A
-    warning that is `told` is not logged again."""
+    """Remove the steps that no rule keeps. Damaged steps, and links to steps elsewhere, neither count nor go. Do not
+    repeat a warning that is in `told`."""
     store, there, removed = store_at(path), steps(path), list[str]()
-    # In a bucket nothing can be given another name.
+    # Noted before anything is read: only the steps that the rules have judged are removed. In a bucket no other
+    # directory can take the name of a step by a rename.
     identities = identities_of(store, [step.name for step in there if on_disk(store) is not None])
     sound = [step for step in there if step.problem() is None and not Path(step.path).is_symlink()]
     facts = {step.name: facts_of(step, rules) for step in sound}
@@ -135,20 +147,20 @@ def remove_others(
         try:
             if (why := remove_step(store, name, identities.get(name))) is None:
                 removed.append(name)
-            elif name not in told and on_disk(store) is not None:  # held steps of a bucket are no news
+            elif name not in told and on_disk(store) is not None:  # a held step of a bucket needs no warning
                 logger.warning("%s stays: %s", store.path_to(name), why)
                 told.add(name)
-        except FileNotFoundError:  # somebody else has removed it
+        except FileNotFoundError:  # another program has removed it
             continue
         except ValueError as error:  # another directory has taken its name
             logger.warning("%s", error)
-    sweep(store, [step.name for step in there])
+    sweep_remains(store, [step.name for step in there])
     remove_files(store, orphaned_scores(store, removed))
 
 
 def _warnings(facts: Sequence[StepFacts], rules: Sequence[Keep], now: float) -> dict[str, str]:
-    """Return the warnings of retention. Do not blame the steps if the clock was set ahead since the run began: it may
-    have been wrong then."""
+    """Return the warnings of retention. Do not blame the times of steps if the clock was set ahead since the run
+    began: it may have been behind when they were saved."""
     found = warnings_of(facts, rules, now)
     if facts and (unknown := unknown_metrics(facts, rules)):
         until = "That rule keeps nothing" if can_remove(facts, rules) else "Nothing is removed"
@@ -162,14 +174,14 @@ def _warnings(facts: Sequence[StepFacts], rules: Sequence[Keep], now: float) -> 
 
 
 class _OnlyScores(Scores, forbid_unknown_fields=True):
-    """The file as eformer writes it. Other programs may give theirs the same name."""
+    """The file as eformer writes it. Files of other programs may have the same name."""
 
 
 def orphaned_scores(store: Store, removed: Collection[str] = ()) -> list[str]:
-    """List the scores that eformer wrote of steps that are not there, or were just removed. A process may have died
-    before it came to the scores."""
+    """List the score files of eformer whose steps do not exist or were just removed. A process that died may have left
+    scores behind."""
     kinds = store.kinds()
-    # Not what is listed alone: SeaweedFS lists directories for a while that are empty.
+    # The listing is not enough: SeaweedFS lists empty directories for a while.
     left = kinds.keys() - set(removed)
     files = [name for name, kind in kinds.items() if kind == "file"]
     orphaned = [name for name in files if (step_of := scored_step(name)) and step_of not in left]
@@ -184,11 +196,11 @@ def _are_scores(store: Store, name: str) -> bool:
     return True
 
 
-def set_aside(store: Store, step: str, why: str) -> None:
-    """Let a directory be no step any more, and give its scores the new name.
+def set_step_aside(store: Store, step: str, why: str) -> None:
+    """Rename a directory so that it is no longer a step, and its scores with it.
 
-    In a bucket the files by which readers know a step get other names: also the index for other readers, by which it
-    would still be a step, of another program.
+    In a bucket, rename the files by which readers recognise a step, also the index for other programs: with it alone,
+    the directory would still be a step of another program.
     """
     aside = checkpoints.set_aside(store, step, why, (*MARKS, base_name("") + INDEX_SUFFIX))
     with suppress(FileNotFoundError):
@@ -198,29 +210,31 @@ def set_aside(store: Store, step: str, why: str) -> None:
 
 
 def put_aside(path: str, why: Callable[[Step], str | None], check: Callable[[], None]) -> list[str]:
-    """Give the steps other names for which there is a reason, and return the names that they had. The newest go first:
-    a job that dies here leaves the steps before them, which the next one goes on from. `check` raises an error if this
-    job is not the writer any more."""
+    """Rename the steps for which `why` returns a reason, and return their old names.
+
+    The newest go first: a job that dies in between leaves the older steps, from which the next job goes on. `check`
+    raises an error if this job is no longer the writer.
+    """
     store, done = store_at(path), list[str]()
     # Of steps with one number (step-100 and 100), the second is listed once the first is gone.
     while there := [step for step in steps_if_there(path) if step.name not in done and why(step)]:
         check()
         for step in reversed(there):
-            set_aside(store, step.name, why(step) or "")
+            set_step_aside(store, step.name, why(step) or "")
         done += [step.name for step in there]
     return done
 
 
-def sweep(store: Store, known: Collection[str] = ()) -> None:
-    """Remove what dead saves have left in directories that are not steps. On a disk they leave none: directories appear
-    whole there."""
+def sweep_remains(store: Store, known: Collection[str] = ()) -> None:
+    """Remove the remains of dead saves in directories that are not steps. Do nothing on a disk, where directories
+    appear whole."""
     if on_disk(store) is None:
         for name in remains_in(store, known):
             checkpoints.sweep(store, name)
 
 
 def facts_of(step: Step, rules: Sequence[Keep]) -> StepFacts:
-    """Return the facts that the rules look at. Times and metrics are read only if they need them."""
+    """Return the facts that the rules use. Read times and metrics only if a rule needs them."""
     if not needs_manifests(rules):
         return StepFacts(step.number, is_foreign=is_foreign(step))
     saved_at = step.saved_at

@@ -1,4 +1,4 @@
-"""A training run: save steps when it is time, keep those that the rules keep, resume from the newest sound one."""
+"""A training run: save steps by rule, remove steps that no rule keeps, resume from the newest sound step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from eformer._engine.record.text import count, few
 from eformer._engine.runs.clock import Clock
 from eformer._engine.runs.done import Done
 from eformer._engine.runs.last_save import LastSave
-from eformer._engine.runs.near import Near
+from eformer._engine.runs.near import NearTier
 from eformer._engine.runs.resume import Job, Resumed, reasons_to_put_aside, rule_of_best
 from eformer._engine.runs.retention import remove_others, steady_clock
 from eformer._engine.runs.signals import Signals
@@ -31,15 +31,15 @@ from eformer._engine.runs.writer import Writer
 from eformer._engine.saving.pending import Pending, run_in_background, wait_for_saves_below
 from eformer._engine.saving.start import start
 from eformer._engine.stores.locate import absolute, store_at
-from eformer._engine.stores.store_options import remember
+from eformer._engine.stores.store_options import options_during
 from eformer._engine.tasks.interrupts import uninterrupted
 
 if TYPE_CHECKING:
     import signal
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from eformer._engine.record.policies import Every, Keep
-    from eformer._engine.runs.resume import Agreed
+    from eformer._engine.record.policies import Every, Keep, Near
+    from eformer._engine.runs.resume import AgreedSteps
     from eformer._engine.saving.save import Format
     from eformer._engine.stores.base import Store
 
@@ -61,24 +61,25 @@ class Run:
                     break
 
     every      when `after` saves: a number of steps, a timedelta, an `Every`, or several
-    keep       which steps stay: the number of the last ones, a `Keep`, or several; None deletes nothing
-    signals    signals at which the run saves and stops; None for SIGTERM where that works, () for none
+    keep       which steps stay: how many of the last steps, a `Keep`, or several; None deletes nothing
+    signals    signals at which the run saves and stops; None for SIGTERM where that works, () for no signal
     tolerate   how many saves in a row may fail before a call raises the error
-    on_saved   function that is called with each `Step` that is committed, in the thread of the save
+    on_saved   function that is called with each committed `Step`, in the thread of the save
     format     the format of the steps, see `save`
     options    the options of the saves: a `SaveOptions`, or a dict of its fields
-    clock      a function that returns seconds, for rules by time
-    near       a directory in memory or on a local disk of each host, for steps that are saved more often: each process
-               saves what it holds, and the run resumes from them if all processes still have theirs
-    near_every
-               when `after` saves there, as `every`; a step that is due for both is saved to `path` alone
+    near       a `Near`: also save steps more often, in memory or on a local disk of each host. Each process saves its
+               own shards there, and the run resumes from a near step if all processes still have it. A step that is
+               due for both is saved to `path` alone
     fresh      start anew in a directory that has steps: the first save puts them aside under other names
                (`step-100.old`), and removes near steps. Not with `resume`
 
-    All processes of a job make the same calls. The directory is the truth: a step exists if it is there, whole. If it
-    has steps, call `resume` before the first save, or pass `fresh=True`; otherwise that save raises FileExistsError.
-    So does any start in a directory with checkpoints of another program that a run cannot resume from.
+    All processes of a job make the same calls. A step exists if it is whole in the directory; the run keeps no other
+    list. If the directory has steps, call `resume` before the first save, or pass `fresh=True`; otherwise that save
+    raises FileExistsError. So does a start in a directory of another program's checkpoints that a run cannot resume
+    from.
     """
+
+    _seconds = staticmethod(time.monotonic)  # for rules by time; tests set another clock
 
     def __init__(
         self,
@@ -91,9 +92,7 @@ class Run:
         on_saved: Callable[[Step], object] | None = None,
         format: Format = "safetensors",  # noqa: A002
         options: SaveOptions | Mapping[str, Any] = _DEFAULT,
-        clock: Callable[[], float] = time.monotonic,
-        near: str | os.PathLike[str] | None = None,
-        near_every: int | timedelta | Every | Sequence[Every] | None = None,
+        near: Near | None = None,
         fresh: bool = False,
     ) -> None:
         self.path = absolute(path)
@@ -103,24 +102,21 @@ class Run:
         self._last, self._on_saved = LastSave(tolerate), on_saved
         self._format: Format = format
         self._options = options_from(options, SaveOptions)
-        remember(self.path, self._options.store_options)
-        store = store_at(self.path)
         if self._keep == ():
             raise ValueError(f"keep={keep!r}: no rule says which steps stay; None keeps all")
-        self._writer = Writer(store, secrets.token_hex(8))
-        if near is None and near_every is not None:
-            raise ValueError("near_every= needs near=, the directory to save to")
-        self._near = None if near is None else Near(near, near_every, self._writer, self._options, clock)
+        self._end_store_options = options_during(self, self.path, self._options.store_options)
+        self._writer = Writer(store_at(self.path), secrets.token_hex(8))
+        self._near = None if near is None else NearTier(near, self._writer, self._options, self._seconds)
         self._job = Job(self.path, self._writer, self._near, self._options.timeout)
         self._signals = Signals(signals)
-        self._clock = Clock(clock, self._options.timeout)
+        self._clock = Clock(self._seconds, self._options.timeout)
         self._is_told = self._is_asked = False
         self._is_fresh, self._has_begun = fresh, False
         self._resumed_from: int | None = None
         self._progress = _Progress(self.path, has_rules=bool(self._every))
         # Without `close`, a collected run still warns of an unsaved end, and leaves signals to the program.
         self._at_end = weakref.finalize(self, _end, self._progress, self._signals)
-        self._now = steady_clock()  # for retention by time
+        self._now = steady_clock()  # for rules of retention by time
         self._told: set[str] = set()  # the warnings of retention that were logged
         try:
             self._signals.install()  # last: a run that could not be made handles no signals
@@ -135,7 +131,7 @@ class Run:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """The steps that are there, read from the directory each time."""
+        """The steps of the run, listed from the directory each time."""
         return steps_if_there(self.path)
 
     # -------------------------------------------------------------------------------------- resume
@@ -155,20 +151,20 @@ class Run:
     ) -> Resumed | None:
         """Load the newest step that is sound in every process; return None for a new run.
 
-        Wait for the save under way first. Steps that are damaged are skipped and put aside under other names; `skipped`
-        says why. A tree that does not fit is an error, and so is a run whose steps are all damaged: it never starts
+        Wait for the save under way first. Damaged steps are skipped and renamed; `skipped` has the reasons. Raise
+        MismatchError for a tree that does not fit, and CorruptionError if all steps are damaged: a run never starts
         afresh by itself. `fallback=False` raises for a damaged step instead of skipping it.
 
-        Near steps count as others do if all processes hold theirs; "best" does not look at them. Those after the step
-        that the run goes on from are removed.
+        A near step counts like a step of the run if all processes hold it, but not for "best". Near steps after the
+        step that the run goes on from are removed.
 
         like      a tree of arrays, `ShapeDtypeStruct`s or shardings, see `load`
         step      a number, or "best" for the best step by the rule of `keep` that names a metric
         into      like `like`, but modules in it are updated in place, see `load`
-        data      an iterator, which is put to the position that it had. If it is missing, and the step has a position,
-                  a warning is logged
+        data      an iterator, which is set to its recorded position. Without `data`, log a warning if the step has a
+                  position
         fallback  skip damaged steps
-        rewind    with an older `step`: put the newer ones aside; without it they are an error
+        rewind    with an older `step`: rename the newer steps; without `rewind`, newer steps are an error
         return_report
                   do not log the leaves that `partial` or `rename` kept or left out; `report` has them in any case
         arguments
@@ -182,23 +178,24 @@ class Run:
         arguments["options"] = self._load_options(arguments.get("options", LoadOptions()))
         request = request_from(like=like, into=into, timeout_of="SaveOptions", **arguments)
         rule = rule_of_best(self._keep or ()) if step == "best" else None
-        self._last.wait_before_next(self.path)  # it may be the newest step
-        wait_for_saves_below(self.path)  # of another Run of this program, which this one is about to end
+        self._last.wait_before_next(self.path)  # the save may write the newest step
+        wait_for_saves_below(self.path)  # of another Run of this program, which loses the run to this one
         agreed = self._job.agree(claims=True, fresh=self._is_fresh, rule=rule)
         if not agreed.steps:
             self._go_on(None, agreed)
             return None
-        places = agreed.to_try(step, rule, self.path)
+        candidates = agreed.to_try(step, rule, self.path)
         if not rewind:
-            agreed.refuse_after(places[0].number, self.path, {})
-        place, loaded, skipped = self._job.load_first(places, request, fallback=fallback)
+            agreed.refuse_after(candidates[0].number, self.path, {})
+        chosen, loaded, skipped = self._job.load_first(candidates, request, fallback=fallback)
         if not rewind:
-            agreed.refuse_after(place.number, self.path, skipped)
-        self._job.place(data, place, loaded.entry.metadata)  # before anything is put aside: it may fail
-        self._go_on(place.number, agreed, skipped)
+            agreed.refuse_after(chosen.number, self.path, skipped)
+        # Before anything is put aside: the iterator may refuse the position.
+        self._job.set_position(data, chosen, loaded.entry.metadata)
+        self._go_on(chosen.number, agreed, skipped)
         if not return_report and (request.partial or request.rename):
-            log_differences(f"{self.path}: step {place.number}", loaded.report)
-        return Resumed(loaded.tree, place.number, skipped, loaded.report)
+            log_differences(f"{self.path}: step {chosen.number}", loaded.report)
+        return Resumed(loaded.tree, chosen.number, skipped, loaded.report)
 
     def _check_arguments(self, step: int | str, arguments: LoadArguments) -> None:
         if unknown := sorted(arguments.keys() - LoadArguments.__optional_keys__):
@@ -211,7 +208,7 @@ class Run:
             raise ValueError(
                 f"Run(fresh=True) starts anew in {self.path}, and resume goes on from its steps: do one of the two. "
                 "Leave fresh=True out of a program that is started again after an interruption: each start would put "
-                "the steps of the one before aside"
+                "the steps of the previous start aside"
             )
 
     def _load_options(self, given: LoadOptions | Mapping[str, Any]) -> LoadOptions:
@@ -221,7 +218,7 @@ class Run:
         return dataclasses.replace(options, timeout=self._options.timeout)
 
     def _begin(self) -> None:
-        """Begin to save, if `resume` has not: put the steps aside that are there, or refuse to mix with them."""
+        """Begin to save without `resume`: put existing steps aside if `fresh`, otherwise refuse to mix with them."""
         if self._has_begun:
             return
         if not self._is_fresh:  # before the claim, which would end the job that writes the run
@@ -240,7 +237,7 @@ class Run:
             self._near.begin(0, agreed.epoch)
         self._has_begun = True
 
-    def _refuse_steps(self, agreed: Agreed) -> None:
+    def _refuse_steps(self, agreed: AgreedSteps) -> None:
         if there := agreed.steps:
             raise FileExistsError(
                 f"{self.path} has {count(len(there), 'step')}, the newest is {there[-1].number}, and this job has not "
@@ -248,9 +245,9 @@ class Run:
                 "another directory, or here with Run(..., fresh=True), which puts the old steps aside"
             )
 
-    def _go_on(self, step: int | None, agreed: Agreed, skipped: Collection[int] = ()) -> None:
-        """Go on from a step, None from none: remove near steps, and put steps aside, that do not belong to the run any
-        more."""
+    def _go_on(self, step: int | None, agreed: AgreedSteps, skipped: Collection[int] = ()) -> None:
+        """Go on from a step, or from zero for None. Remove near steps, and put aside steps, that the run has left
+        behind."""
         if self._near:
             self._near.begin(step or 0, agreed.epoch, agreed.before)
         rewound = [] if step is None else agreed.after(step, skipped)
@@ -273,19 +270,19 @@ class Run:
         metrics: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Pending | None:
-        """Save in the background if it is time: `step` steps are done. Return the save, or None; a near one is not
-        returned.
+        """Save in the background if a save is due: `step` steps are done. Return the save, or None if only a near step
+        or nothing was saved.
 
-        If the job was told to end, save, wait for that, and set `stopping`.
+        If the job was told to end, save, wait for the save, and set `stopping`.
 
         step       how many steps are done
-        tree       the state; or a function that returns it, which is called only if it is saved
+        tree       the state; or a function that returns it, which is called only if a save is due
         data       an iterator, whose position is saved with the state
-        metrics    numbers by name, which `Step.metrics` gives back; those on a device are fetched in the background
-        metadata   a dict of plain values, which `Step.metadata` gives back
+        metrics    numbers by name, as `Step.metrics` returns them; numbers on a device are copied in the background
+        metadata   a dict of plain values, as `Step.metadata` returns it
         """
         done = Done(checked_number(step), tree, data, metrics, metadata)
-        # Also if it is not saved: a loop that counts from zero is told at its first step.
+        # Before the rules: a loop that counts from zero gets the error at its first step, saved or not.
         self._refuse_earlier(done.step)
         self._progress.done = done.step
         why = self._why(done.step)
@@ -312,19 +309,20 @@ class Run:
         metrics: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Pending:
-        """Save this step in the background, whatever the rules say. A step that exists is replaced.
+        """Save this step in the background, due or not. Replace a step that exists.
 
         The arguments are those of `after`: `step`, `tree`, `data`, `metrics` and `metadata`.
         """
         return self._save(Done(checked_number(step), tree, data, metrics, metadata), "call")
 
-    def request(self) -> None:
-        """Ask for a save at the next step, from any thread. With several processes: at the next step at which they
-        meet."""
+    def request_save(self) -> None:
+        """Ask for a save at the next step, or with several processes at their next meeting. Call it from any
+        thread."""
         self._is_asked = True
 
-    def tick(self) -> bool:
-        """Tell whether to stop, in loops without steps such as evaluation. The next `after` then saves."""
+    def should_stop(self) -> bool:
+        """Tell whether the job was told to end, in a loop without steps, such as an evaluation. The next `after` then
+        saves."""
         self._is_told = self._signals.reached() or self._is_told
         return self._is_told
 
@@ -336,7 +334,7 @@ class Run:
         self._last.wait(timeout)
 
     def _why(self, step: int) -> str | None:
-        if self.tick() and not self.stopping:
+        if self.should_stop() and not self.stopping:
             return "signal"
         minutes = minutes_due(self._every, step)
         by_clock = self._clock.is_due(step, minutes, is_asked=self._is_asked)
@@ -368,15 +366,14 @@ class Run:
             self._near.note_save(done.step)
         return pending
 
-    def _save_near(self, done: Done, near: Near) -> None:
+    def _save_near(self, done: Done, near: NearTier) -> None:
         late = done.facts("near")
         self._begin()
         near.save(done, late)
         self.step = done.step
 
     def _refuse_earlier(self, step: int) -> None:
-        """Refuse a step before the one that the run goes on from: the loop counts from zero, and would replace the old
-        steps one by one."""
+        """Refuse a step before the resumed step: the loop counts from zero, and would replace old steps one by one."""
         if self._resumed_from is not None and step < self._resumed_from:
             raise ValueError(
                 f"{self.path}: step {step} is before step {self._resumed_from}, which this run goes on from. Count on "
@@ -384,8 +381,8 @@ class Run:
             )
 
     def _save_options(self, store: Store, last: tuple[int, str] | None) -> SaveOptions:
-        """Use unchanged leaves of the last step again, where that is possible. The first step already puts leaves that
-        are likely to change together into files of their own."""
+        """Reuse unchanged leaves of the last step where possible. The first step already writes leaves that are likely
+        to change together into files of their own."""
         options = self._options
         can_reuse = not (options.ocdbt or options.compression) and jax.process_count() == 1
         if options.reuse is not True and (options.reuse is not None or not can_reuse):
@@ -400,7 +397,7 @@ class Run:
             try:
                 then(step)
             except Exception:
-                logger.exception("%s: step %d is saved, but what comes after it failed", self.path, step)
+                logger.exception("%s: step %d is saved, but retention or on_saved failed", self.path, step)
 
     def _remove_others(self, step: int) -> None:
         if self._keep is not None:
@@ -415,7 +412,7 @@ class Run:
     # ------------------------------------------------------------------------------------- context
 
     def close(self) -> None:
-        """Wait for the save under way, and handle signals no longer. `with` does so at its end."""
+        """Wait for the save under way, and stop to handle signals, as at the end of `with`."""
         self.__exit__(None, None)
 
     def __enter__(self) -> Self:
@@ -431,13 +428,14 @@ class Run:
             else:
                 self._last.log_failure()
         finally:
-            self._at_end.detach()  # the end is told once
+            self._at_end.detach()  # warn of an unsaved end once
             self._signals.close()
+            self._end_store_options()
 
 
 @dataclasses.dataclass(slots=True)
 class _Progress:
-    """The last step that is done, and the last one that is saved in the run itself, not in its near tier."""
+    """The last step that is done, and the last step that is saved in the run itself, not in its near tier."""
 
     path: str
     has_rules: bool

@@ -25,25 +25,28 @@ logger = logging.getLogger("eformer")
 _ONE_SIGNAL = 0.5  # seconds
 _LOG_WITHIN = 1.0
 
-# The service has one sync point a program, the number of a call. So all runs of a program count together: a notice
-# between two runs is seen by the first call of the second.
+# The service has one sync point for each program, the number of a call. So all runs of a program count together, and
+# the first call of a second run sees a notice that came between the two runs.
 _calls = itertools.count(1)
 
 
 class Signals:
-    """Tells at which call all processes stop. `None` for SIGTERM where that works, `()` for none.
+    """Tells at which call all processes stop. `signals` is None for SIGTERM where that works, and () for no signal.
 
-    With JAX's service, SIGTERM belongs to it: a signal in one process stops all at the same call. Other signals raise
-    SIGTERM in this process. Without it, a handler logs the signal, notes it and calls the handler before it. A second
-    signal does what it would without a run, and so ends most programs: the first may wait for a call that never comes.
-    A process that was forked from this one is no part of the job: in it signals do what they would without a run.
+    JAX's service handles SIGTERM itself: a signal in one process stops all processes at the same call. Other signals
+    raise SIGTERM in this process. Without the service, a handler logs the signal, notes it and calls the previous
+    handler.
+
+    A second signal has the same effect as without a run, which ends most programs: the first signal may wait for a call
+    that never comes. So does any signal in a process that was forked from this one, which is not part of the job.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] | None) -> None:
         self._wanted = (signal.SIGTERM,) if signals is None else tuple(signals)
         self._is_optional = signals is None
         self._pid = os.getpid()
-        self._is_told = self._is_closed = False  # no lock: a handler may interrupt itself
+        # Without a lock: a handler may interrupt itself, and would wait for itself.
+        self._is_told = self._is_closed = False
         self._first_at: dict[signal.Signals, float] = {}
         self._unseen: signal.Signals | None = None
         self._logged: threading.Event | None = None  # is set once the first signal is logged
@@ -51,7 +54,7 @@ class Signals:
         self._service = _has_service()
 
     def install(self) -> None:
-        """Set the handlers. After an error or a Ctrl-C at any point of it, `close` puts those back that were there."""
+        """Set the handlers. After an error or a Ctrl-C at any point of the call, `close` restores the previous ones."""
         if self._wanted and not _hosts.is_alone() and not self._service:
             if self._is_optional:
                 logger.warning("no signals: several processes need JAX's preemption service, which is off")
@@ -67,6 +70,8 @@ class Signals:
             if self._service and one == signal.SIGTERM:
                 continue
             try:
+                # Noted before it is replaced: a Ctrl-C between the two lines leaves the previous handler in force, and
+                # `close` restores only handlers that were replaced.
                 self._before[one] = signal.getsignal(one)
                 signal.signal(one, self._handle)
             except ValueError:  # not in the main thread
@@ -77,18 +82,21 @@ class Signals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         one = signal.Signals(number)
         if os.getpid() != self._pid or self._is_closed or self._is_second(one):
+            # Sent again, not called: the previous handler may be the default action, which no call can do.
             self._put_back(one)
             os.kill(os.getpid(), number)
             return
-        if self._service:
+        if self._service:  # it listens for SIGTERM alone, and tells all processes
             os.kill(os.getpid(), signal.SIGTERM)
         before = self._before.get(one)
-        if not self._is_told and not isinstance(getattr(before, "__self__", None), Signals):  # which logs it
+        # The handler of an outer run, which is called below, logs the signal itself.
+        if not self._is_told and not isinstance(getattr(before, "__self__", None), Signals):
             self._logged = _log_soon(
                 f"{one.name}: the run saves at the next step and stops; a second {one.name} does not wait for it"
             )
         self._is_told = True
         self._unseen = one
+        # Python's own handler of Ctrl-C would raise here, and the run could not save at the next step.
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
 
@@ -111,21 +119,22 @@ class Signals:
         return self._is_told
 
     def close(self) -> None:
-        """Put the handlers back that were there before. A signal that came too late for any call is sent again."""
-        self._is_closed = True
-        if self._logged:
+        """Restore the previous handlers. Send a signal again that came too late for any call."""
+        self._is_closed = True  # first: a signal from here on goes to the previous handler
+        if self._logged:  # the program may end after this call, and its last message would be lost
             self._logged.wait(_LOG_WITHIN)
         put_back = {one: self._put_back(one) for one in self._before if signal.getsignal(one) == self._handle}
         unseen, self._unseen = self._unseen, None
+        # A previous handler in Python was called when the signal came. Only the default action has not happened yet.
         if unseen in put_back and put_back[unseen] is signal.SIG_DFL and not self._service:
             os.kill(os.getpid(), unseen)
 
     def abandon(self) -> None:
-        """Let the next signal do what it would without a run. Any thread may call this."""
+        """Leave the next signal to the previous handler. Any thread may call this; only the main one sets handlers."""
         self._is_closed = True
 
     def _put_back(self, one: signal.Signals) -> Any:
-        """Put back the handler that was there before; of runs that are closed already, the one before theirs."""
+        """Restore the previous handler. Skip handlers of closed runs, which would handle nothing."""
         before = self._before[one]
         while isinstance(owner := getattr(before, "__self__", None), Signals) and owner._is_closed:
             before = owner._before[one]
@@ -135,8 +144,11 @@ class Signals:
 
 
 def _log_soon(message: str) -> threading.Event:
-    """Log from another thread, and return an event that is set afterwards. The calling thread is in the handler of a
-    signal, which may have interrupted it while it held a lock of logging or wrote to the same stream."""
+    """Log from another thread, and return an event that is set afterwards.
+
+    The calling thread is in a signal handler. The signal may have interrupted it while it held a lock of logging or
+    wrote to the same stream, so logging here could wait for itself.
+    """
     logged = threading.Event()
 
     def log() -> None:
@@ -158,9 +170,9 @@ def _has_service() -> bool:
 
 
 def _warn_of_handler() -> None:
-    """Warn of a handler in Python, which JAX has replaced, or which has replaced JAX's: nobody can tell which."""
+    """Warn of a SIGTERM handler in Python: it has replaced JAX's handler, or JAX has replaced it."""
     if callable(signal.getsignal(signal.SIGTERM)):
         logger.warning(
-            "SIGTERM has a handler in Python: if it was set before jax.distributed.initialize it is not called any "
-            "more, if it was set after, JAX does not hear of SIGTERM, and the run does not stop at it"
+            "SIGTERM has a handler in Python: set before jax.distributed.initialize, it is no longer called; set after "
+            "it, JAX does not hear of SIGTERM, and the run does not stop at it"
         )

@@ -1,4 +1,5 @@
-"""Look at the steps of a run, and at `run.json`: which job writes it, and which step it goes on from. No jax."""
+"""The steps of a run, and `run.json`, which names the job that writes the run and the step it was resumed from. No
+jax."""
 
 from __future__ import annotations
 
@@ -27,14 +28,14 @@ if TYPE_CHECKING:
     from eformer._engine.formats.found import Found
     from eformer._engine.stores.base import Store
 
-# The metadata of a step that the run writes, in the manifest, and that is not the caller's.
+# The entry of the metadata in a manifest that the run writes, beside the metadata of the caller.
 RUN_METADATA = "eformer.run"
 
 
 class Scores(msgspec.Struct):
-    """The file beside a step: metrics, and the digest of the manifest that they are of.
+    """The file beside a step: metrics, and the digest of the scored manifest.
 
-    The digest tells whether this is still the step that was scored: a step may be replaced, or saved anew.
+    The digest tells whether the step is still the scored one: a step may be replaced.
     """
 
     digest: str
@@ -43,7 +44,7 @@ class Scores(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a run. Everything but `number` and `path` is read from its manifest when it is asked for."""
+    """A step of a run. All fields but `number` and `path` are read from its manifest on first use."""
 
     number: int
     path: str
@@ -59,15 +60,14 @@ class Step:
 
     @lazy_property
     def _metadata(self) -> dict[str, Any]:
-        """The metadata of the step; of several trees, that of all."""
-        trees = sorted(
-            self._found.manifest.trees.items(), reverse=True
-        )  # the one without a prefix counts most
+        """The metadata of the step, merged over its trees."""
+        # The tree without a prefix comes last, and wins.
+        trees = sorted(self._found.manifest.trees.items(), reverse=True)
         return {name: value for _, tree in trees for name, value in tree.metadata.items()}
 
     @property
     def saved_at(self) -> dt.datetime | None:
-        """When it was saved; None if that is not recorded, or the step would have to be copied from a bucket first."""
+        """When it was saved; None if no time is recorded, or reading it would copy the step from a bucket."""
         if self._found.foreign.is_costly:
             return None
         times = [tree.saved_at for tree in self._found.trees.values() if tree.saved_at]
@@ -75,17 +75,17 @@ class Step:
 
     @property
     def _of_run(self) -> dict[str, Any]:
-        """What the run has written about the step; nothing, if a run did not save it."""
+        """The facts that the run wrote about the step; empty if no run saved it."""
         return facts_of_run(self._metadata)
 
     @property
-    def why(self) -> str:
-        """Why it was saved: "every", "asked", "signal" or "call"; "" if a run did not save it."""
+    def reason(self) -> str:
+        """Why it was saved: "every", "asked", "signal" or "call"; "" if no run saved it."""
         return str(self._of_run.get("why", ""))
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of the save, and those that `score` added."""
+        """The metrics of the save, and the metrics that `score` added."""
         return {**_numbers(self._of_run.get("metrics")), **self.scores}
 
     @property
@@ -98,7 +98,7 @@ class Step:
             return {}
 
     def scores_in(self, data: bytes) -> dict[str, float]:
-        """Return the scores in a file, if they are of this step and not of one that was there before."""
+        """Return the scores in a file; none if they are of a step that this one has replaced."""
         try:
             scores = parse_json(data, Scores, f"{self.path}: its scores cannot be read")
         except FormatError:
@@ -115,19 +115,19 @@ class Step:
         """The bytes of its arrays. Steps that share unchanged leaves count them each."""
         return sum(tree.nbytes for tree in self._found.trees.values())
 
-    def held(self) -> AbstractContextManager[str]:
-        """Return a context manager that gives a path at which the step stays readable, even if the run removes it.
+    def hold(self) -> AbstractContextManager[str]:
+        """Return a context manager for a path at which the step stays readable, even if the run removes the step.
 
         Example:
 
-            >>> with step.held() as path:
+            >>> with step.hold() as path:
             ...     evaluate(checkpoint.load(path))
         """
         store, name = store_at(self.path).parent()
         return held(store, name)
 
     def problem(self) -> str | None:
-        """Say why this is not a whole checkpoint, or return None. Lengths are compared, digests are not."""
+        """Return why this is not a whole checkpoint, or None. Lengths are compared, digests are not."""
         try:
             return problem_of(self._found)
         except (EformerError, OSError) as error:
@@ -135,30 +135,31 @@ class Step:
 
 
 def facts_of_run(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a run has written into the metadata of a step; nothing, if a run did not save it."""
+    """Return the facts that a run wrote into the metadata of a step; empty if no run saved it."""
     found = metadata.get(RUN_METADATA)
     return found if isinstance(found, dict) else {}
 
 
 def _time(text: str) -> dt.datetime | None:
-    """Parse a time; return None for a text that is none."""
+    """Parse a time; return None for any other text."""
     try:
         found = dt.datetime.fromisoformat(text)
-        found.timestamp()  # which a time of the year 1 may not have
+        found.timestamp()  # fails for a time of the year 1
     except (ValueError, OverflowError):
         return None
     return found
 
 
 def _numbers(metrics: Any) -> dict[str, float]:
-    """Return the metrics in a manifest that are numbers, as all are that a run has written."""
+    """Return the metrics in a manifest that are numbers. Another program may have written the
+    manifest."""
     if not isinstance(metrics, dict):
         return {}
     return {str(name): value for name, value in metrics.items() if isinstance(value, float)}
 
 
 def found_of(step: Step) -> Found:
-    """Return the checkpoint of a step, as it was found first."""
+    """Return the checkpoint of a step, as it was first found."""
     return step._found
 
 
@@ -171,12 +172,12 @@ _SCORES = ".scores.json"
 
 
 def score_name(step: str) -> str:
-    """Return the name of the file that has the scores of a step, which lies beside it."""
+    """Return the name of the score file, which lies beside the step."""
     return f"{step}{_SCORES}"
 
 
 def scored_step(name: str) -> str | None:
-    """Return the step that a file has the scores of; None for any other file."""
+    """Return the name of the step of a score file; None for any other file."""
     step = name.removesuffix(_SCORES)
     return step if step != name and step_number(step) is not None else None
 
@@ -198,7 +199,7 @@ def steps(path: str | os.PathLike[str]) -> tuple[Step, ...]:
 
 
 def steps_if_there(path: str | os.PathLike[str]) -> tuple[Step, ...]:
-    """Return the steps of a run, none if it is not there."""
+    """Return the steps of a run; none if the run does not exist."""
     try:
         return steps(path)
     except NotFoundError:
@@ -206,7 +207,7 @@ def steps_if_there(path: str | os.PathLike[str]) -> tuple[Step, ...]:
 
 
 def path_to_step(path: str, number: int) -> str:
-    """Return the path that a step of a run has, or will have. Looks into no other directory."""
+    """Return the path that a step of a run has, or will have. List no other directory."""
     store = store_at(path)
     return store.path_to(name_of_step(store, number))
 
@@ -217,7 +218,7 @@ def path_of_step(path: str | os.PathLike[str], number: int | None) -> str | os.P
 
 
 def step_at(path: str | os.PathLike[str], number: int) -> Step:
-    """Return a step of the run at `path`; raise NotFoundError if it is not there."""
+    """Return a step of the run at `path`; raise NotFoundError if it does not exist."""
     found = next((step for step in steps(path) if step.number == number), None)
     if found is None:
         store = store_at(path)
@@ -229,10 +230,10 @@ def step_at(path: str | os.PathLike[str], number: int) -> Step:
 
 @uninterrupted
 def latest(path: str | os.PathLike[str]) -> str | None:
-    """Return the path of the newest step of the run at `path`; None if there is none, or no run yet.
+    """Return the path of the newest step of the run at `path`; None if the run has no steps, or does not exist yet.
 
     Raise CorruptionError if the newest step is damaged, and VersionError if a newer eformer wrote it; the message names
-    the one before. Lengths are compared, digests are not.
+    the step before. Lengths are compared, digests are not.
 
     Example:
 
@@ -248,8 +249,8 @@ def latest(path: str | os.PathLike[str]) -> str | None:
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """The writer of a run: an id that no other job has, and where it runs, for people who look; and the step that it
-    was resumed from."""
+    """The writer of a run: the unique id of its job, the host and process for messages, and the step that the run was
+    resumed from."""
 
     id: str
     host: str = ""
@@ -259,7 +260,7 @@ class Claim(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_json(cls, data: bytes | None) -> Claim | None:
-        """Return the claim; None for a file that is not there, or cannot be read."""
+        """Return the claim; None for no data, or data that cannot be parsed."""
         try:
             return None if data is None else json_decoder(cls).decode(data)
         except MALFORMED_JSON:
@@ -270,7 +271,7 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 def claim_of(store: Store) -> Claim | None:
-    """Return the claim of the job that writes a run; None if there is none, or it cannot be read."""
+    """Return the claim of the job that writes a run; None if `run.json` is missing or cannot be read."""
     try:
         return Claim.from_json(read_whole(store, RUN_FILE)[0])
     except (FileNotFoundError, NotADirectoryError, FormatError):
@@ -278,6 +279,6 @@ def claim_of(store: Store) -> Claim | None:
 
 
 def resumed_from(store: Store) -> int | None:
-    """Return the number of the step that a run was resumed from last, which always stays."""
+    """Return the number of the step that a run was last resumed from, which always stays."""
     claim = claim_of(store)
     return claim.resumed_from if claim else None

@@ -15,7 +15,7 @@ from eformer._engine.formats.find import later_of_flax
 from eformer._engine.formats.left_out import holds_leaves
 from eformer._engine.formats.steps import RUN_FILE, is_checkpoint, last_step_in
 from eformer._engine.record.step_names import OF_ANY_PROGRAM, OF_RUN
-from eformer._engine.runs.retention import sweep
+from eformer._engine.runs.retention import sweep_remains
 from eformer._engine.runs.steps import Claim
 from eformer._engine.stores.base import read_whole, update_file
 from eformer._engine.stores.bucket_removal import ASIDE
@@ -29,8 +29,8 @@ logger = logging.getLogger("eformer")
 
 
 class Writer:
-    """The writer of a run. The first process writes its id to `run.json`; every commit looks whether it still stands
-    there."""
+    """The writer of a run. The first process writes the id of its job to `run.json`, and every commit checks that the
+    file still has this id."""
 
     def __init__(self, store: Store, own_id: str) -> None:
         self.store, self.id = store, own_id
@@ -42,7 +42,7 @@ class Writer:
             return
         now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         has_steps = last_step_in(self.store) is not None
-        self._refuse_checkpoints(has_steps=has_steps)
+        self._refuse_checkpoints(has_steps=has_steps)  # before the claim, which ends the job that writes now
 
         def claimed(data: bytes | None) -> bytes:
             before = Claim.from_json(data) if has_steps else None
@@ -51,16 +51,16 @@ class Writer:
 
         update_file(self.store, RUN_FILE, claimed, sweep=True)
         try:
-            sweep(self.store)
+            sweep_remains(self.store)
         except OSError as error:
-            logger.warning("%s: what dead jobs have left could not be removed: %s", self.store.url, error)
+            logger.warning("%s: the remains of dead jobs could not be removed: %s", self.store.url, error)
         self.has_claimed = True
 
     def note_resumed(self, step: int | None) -> None:
-        """Record the step that the run goes on from, if this is the first process: `prune` keeps it, as the run does.
-        None is for a run that starts anew.
+        """Record the step that the run goes on from, in the first process, so that `prune` keeps it. None stands for a
+        run that starts anew.
 
-        A failure is logged. It costs nothing while the run is open.
+        Log a failure, and do not raise it: an open run remembers the step itself.
         """
         if jax.process_index() != 0:
             return
@@ -69,8 +69,8 @@ class Writer:
             if data is None:
                 raise FileNotFoundError(f"{RUN_FILE} is gone")
             claim = Claim.from_json(data)
-            if claim is None or claim.id != self.id:  # another job has taken over, as the next save will say
-                return data
+            if claim is None or claim.id != self.id:
+                return data  # another job has taken over: the next save raises SupersededError
             return msgspec.structs.replace(claim, resumed_from=step).to_json()
 
         try:
@@ -81,8 +81,8 @@ class Writer:
             )
 
     def _refuse_checkpoints(self, *, has_steps: bool) -> None:
-        """Refuse a step as a run, which would be a run without steps; and a directory whose newest step cannot be
-        resumed from: the run would start from zero or from an older one, and its steps would hide the newest."""
+        """Refuse a checkpoint as a run: it would be a run without steps. Refuse a directory whose newest checkpoint
+        cannot be resumed from: the run would start from zero or an older step, and its steps would hide the newest."""
         if not has_steps and is_checkpoint(self.store):
             raise ValueError(
                 f"{self.store.url} is a checkpoint, not a run. Pass the directory that contains the steps"
@@ -110,12 +110,12 @@ class Writer:
         if claim.id != self.id:
             raise SupersededError(
                 f"{self.store.url} is written by another job since {claim.since}: process {claim.pid} on "
-                f"{claim.host}. This one saves nothing any more"
+                f"{claim.host}. This job no longer saves; end it, or start it again to take the run over"
             )
 
 
 def _step_of_others(store: Store) -> str | None:
-    """Name the last checkpoint of another program in a directory without steps, such as one of flax or T5X."""
+    """Return the name of the last checkpoint of another program, such as flax or T5X, in a directory without steps."""
     try:
         kinds = store.kinds()
     except FileNotFoundError:
@@ -127,7 +127,7 @@ def _step_of_others(store: Store) -> str | None:
 
 def _is_of_others(store: Store, name: str, kind: Kind) -> bool:
     """Tell whether a file or a directory with the name of a step may hold leaves that eformer did not write."""
-    if kind == "file":  # one that is called 1 is a slip of the shell, as in 2>1
+    if kind == "file":  # a file `1` is a slip of the shell, as in 2>1
         return not name[0].isdecimal() and store.read(name, 0, 1)[1].nbytes > 0
     if "." in name or name.startswith(OF_RUN):  # the remains of a save of ours, or of a removal
         return False

@@ -24,6 +24,8 @@ from eformer._engine.saving.commit import commit_of
 from eformer._engine.saving.reuse import Kept, apart, find_earlier, keep_chunks, keep_files
 from eformer._engine.saving.staging import Staging
 from eformer._engine.saving.write import compute_sha256, write
+from eformer._engine.stores.store_options import options_of_call
+from eformer._engine.stores.urls import is_same_bucket
 from eformer._engine.tasks.deadline import within
 from eformer._engine.tasks.pool import default_threads, gc_paused
 from eformer._engine.tasks.progress import SILENT, metered
@@ -32,6 +34,7 @@ from eformer._engine.tasks.turns import turns
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from eformer._engine.formats.write_format import WriteFormat
     from eformer._engine.processes.hosts import Hosts
@@ -65,6 +68,14 @@ def carry_out(save: Save, progress: Progress = None, meter: Meter = SILENT) -> N
         save.prepare(stack)
         receipt = save.write(meter)
         save.commit(receipt)
+
+
+def store_options_of(options: SaveOptions, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
+    """Apply the store options of a save to its path and, in the same bucket, to the path that `reuse` names."""
+    given, reuse = options.store_options, options.reuse
+    if given and isinstance(reuse, (str, os.PathLike)) and is_same_bucket(path, reuse):
+        return options_of_call(given, path, reuse)
+    return options_of_call(given, path)
 
 
 class Compared(Struct):
@@ -188,7 +199,8 @@ class Save:
             return None
         turns.wait(self.before)
         place = self.store.url if reuse is True else os.fspath(reuse or "")
-        return find_earlier(place, self.prefix, self.kind, self.tree.block, to=self.store)
+        with store_options_of(self.options, self.store.url):
+            return find_earlier(place, self.prefix, self.kind, self.tree.block, to=self.store)
 
     def receipt(
         self,

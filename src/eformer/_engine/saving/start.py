@@ -14,12 +14,11 @@ from eformer._engine.record.dtypes import floating_dtype
 from eformer._engine.record.options import SaveOptions, options_from
 from eformer._engine.saving.commit import new_tree
 from eformer._engine.saving.pending import Pending, run_in_background
-from eformer._engine.saving.save import Format, Save, carry_out
+from eformer._engine.saving.save import Format, Save, carry_out, store_options_of
 from eformer._engine.saving.several import SaveOfSeveral
 from eformer._engine.saving.snapshot import metadata_to_json, snapshot
 from eformer._engine.stores.local import resolved
 from eformer._engine.stores.locate import absolute, locate, store_at
-from eformer._engine.stores.store_options import remember
 from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.deadline import within
 from eformer._engine.tasks.interrupts import held_back
@@ -149,9 +148,8 @@ def start(
     """
     options = options_from(options, SaveOptions)
     hosts = hosts or _hosts.current("saves", options.processes, options.timeout)
-    with _hosts.told_to_all(hosts):
+    with _hosts.told_to_all(hosts), store_options_of(options, path):
         _check_format(format, options, write_index=write_index)
-        remember(path, options.store_options)
         tree = first(tree) if first else tree
         store, file = place_of(path, format)
         if hosts.count > 1 and file:

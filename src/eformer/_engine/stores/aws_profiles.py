@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# These come before keys in the same profile, and need requests of their own.
+# These settings come before keys in the same profile, and need requests of their own.
 _NEEDS_BOTO3 = ("role_arn", "sso_session", "sso_start_url", "login_session", "web_identity_token_file")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Keys:
-    """Credentials of AWS that do not change. They are given by a function, so that no token of the environment is
-    added to them."""
+    """Credentials of AWS that do not change. A function returns them, so that obstore adds no token of the environment
+    to them."""
 
     access_key: str
     secret_key: str
@@ -34,7 +34,7 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class OfBoto3:
-    """Credentials of a profile that boto3 has to get; `why` is the setting that makes it so."""
+    """Credentials of a profile that boto3 has to get. `why` is the setting that needs boto3."""
 
     profile: str
     why: str
@@ -50,7 +50,8 @@ class Profile:
 
 
 def read_profile(name: str, environ: Mapping[str, str]) -> Profile:
-    """Return a profile by its name; "" for that of AWS_PROFILE, or the default one, which need not exist."""
+    """Return a profile by its name; "" for the profile of AWS_PROFILE, or for the default profile, which need not
+    exist."""
     places = (
         _path("AWS_CONFIG_FILE", "config", environ),
         _path("AWS_SHARED_CREDENTIALS_FILE", "credentials", environ),
@@ -78,7 +79,7 @@ def _login(name: str, values: Mapping[str, str]) -> Keys | OfBoto3 | None:
 
 
 def _endpoint(values: Mapping[str, str], config: Mapping[str, Mapping[str, str]]) -> str:
-    """Return the endpoint of S3 in the profile's [services], or the one for all services."""
+    """Return the endpoint of S3 in the profile's [services], or the profile's endpoint for all services."""
     services = config.get(f"services {values.get('services', '')}", {})
     for line in services.get("s3", "").splitlines():
         key, _, value = line.partition("=")
@@ -94,13 +95,13 @@ def _path(variable: str, name: str, environ: Mapping[str, str]) -> str:
 
 
 def _read(path: str) -> dict[str, dict[str, str]]:
-    """Read a file of profiles by section; none if it does not exist."""
+    """Read a file of profiles by section. Return no sections if it does not exist."""
     parser = configparser.RawConfigParser(default_section="\0", strict=False)
     try:
         with open(path, encoding="utf-8") as file:
             parser.read_file(file)
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (configparser.Error, UnicodeDecodeError):  # whose messages show lines of the file
+    except (configparser.Error, UnicodeDecodeError):  # not chained: its message shows lines of the file
         raise ValueError(f"{path} cannot be read: it is not a file of AWS profiles") from None
     return {section: dict(parser.items(section)) for section in parser.sections()}

@@ -1,12 +1,12 @@
 """The seam between checkpoints and the places that hold them: a store reads by name, an upload writes.
 
 A store is one place: a directory of this machine, a prefix of a bucket. Names in it are relative, with slashes. Reading
-needs no preparation; everything that writes goes through an `Upload`, whose files nobody sees before its commit:
+needs no preparation; all writing goes through an `Upload`, whose files are invisible before its commit:
 
     upload = store.begin(root)
     upload.put(...); sink = upload.create(...); sink.write(...); sink.close()
     upload.sync()                                  # the new files are complete and durable
-    upload.commit(commit)                          # read the index, give the files their names, swap the index, tidy up
+    upload.commit(commit)                          # read the index, name the files, swap the index, tidy up
     upload.close()                                 # remove the files if they were not committed
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("eformer")
 
 Version = str
-"""Tells a file from a later one of the same name: identity and times of a local file, the ETag of an object."""
+"""Tells a file from a later file of the same name: identity and times of a local file, the ETag of an object."""
 
 Kind = Literal["file", "directory", "other"]
 
@@ -44,7 +44,7 @@ _MOST_WHOLE = 2**29  # bytes
 
 
 class Entry(Struct, frozen=True):
-    """A file as it was seen: its name in the store, its length and its version."""
+    """The name of a file in the store, and its length and version when it was read."""
 
     name: str
     nbytes: int
@@ -54,28 +54,29 @@ class Entry(Struct, frozen=True):
 class Replaced(Struct, frozen=True):
     """A directory that the index stops naming, and the save that wrote it.
 
-    Without a save (`mark` is empty) another program wrote it: then only the listed arrays, (path, shape) each, may be
-    removed from it.
+    An empty `save_id` means that another program wrote it. Then only the listed arrays, (path, shape) each, may be
+    removed.
     """
 
     name: str
-    mark: str
+    save_id: str
     arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 Identity = tuple[object, ...]
-"""Tells a checkpoint from a later one of the same name."""
+"""Tells a checkpoint from a later checkpoint of the same name."""
 
 
 class SwapError(Exception):
-    """The index is not the one that was expected: another save has committed meanwhile."""
+    """The index has another version than expected: another save has committed meanwhile."""
 
 
 class Files(Protocol):
     """Files of a checkpoint, read by number from any thread."""
 
     def read_into(self, number: int, memory: memoryview, offset: int) -> int:
-        """Fill `memory` from `offset` on. Return how many bytes there were: fewer only at the end of the file."""
+        """Fill `memory` from `offset` on. Return the number of bytes read, which is smaller only at the end of the
+        file."""
 
     def nbytes(self, number: int) -> int: ...
 
@@ -84,13 +85,13 @@ class Files(Protocol):
         mapped."""
 
     def hold(self, numbers: Iterable[int]) -> None:
-        """Keep these files readable as they are now, if there are not too many. Raise FileNotFoundError if one is
-        gone."""
+        """Keep these files readable as they are now, up to a limit on their number. Raise FileNotFoundError if a file
+        is gone."""
 
     def rewritten(self) -> str | None:
         """Return the name of a file that was written to in place since it was first looked at.
 
-        Only files of other programs are watched: ours are never written to again.
+        Only files of other programs are watched: eformer never writes to its own files again.
         """
 
     def close(self) -> None: ...
@@ -101,7 +102,7 @@ class KeepsCopies(Protocol):
     """Files that are read through a cache."""
 
     def forget(self, number: int, offset: int, nbytes: int) -> bool:
-        """Read a range from its source the next time. Return False if no copy of it was kept."""
+        """Drop the copy of a range, so that the next read asks its source. Return False if it had no copy."""
 
 
 class Sink(Protocol):
@@ -111,7 +112,7 @@ class Sink(Protocol):
         """Write bytes at an offset, from any thread, in any order."""
 
     def close(self) -> None:
-        """Complete the file: everything has been written."""
+        """Complete the file, all bytes of which have been written."""
 
 
 class Store(Protocol):
@@ -119,8 +120,8 @@ class Store(Protocol):
 
     url              the place, for messages
     key              the same text for every store of the same place
-    read_threads     how many reads to have under way at once
-    read_bytes       how many bytes to read at once
+    read_threads     how many reads to have under way together
+    read_bytes       how many bytes to read by one call
     most_path_bytes  how long the paths of files may be
     """
 
@@ -142,50 +143,50 @@ class Store(Protocol):
         """Return the store of a directory below this one."""
 
     def kinds(self, below: str = "") -> dict[str, Kind]:
-        """List one level, sorted: what each name is. Links are "other". Raise FileNotFoundError if nothing is there."""
+        """List one level: the kind of each name, sorted. Links are "other". Raise FileNotFoundError if it does not
+        exist."""
 
     def sizes(self, below: str, depth: int = 1) -> dict[str, int]:
         """Return the lengths of the files in a directory, and `depth` levels down, by path from there."""
 
     def kind(self, name: str) -> Kind | None:
-        """Tell what a name is; None if nothing has it. Links are "other"."""
+        """Return the kind of a name, None if it does not exist. Links are "other"."""
 
     def is_file(self, name: str) -> bool:
-        """Tell whether a name is a file, and no link."""
+        """Tell whether a name is a regular file, not a link."""
 
     def exists(self, name: str) -> bool:
-        """Tell whether a name leads to something, perhaps through a link."""
+        """Tell whether a name exists. Links are followed."""
 
     def read(self, name: str, start: int = 0, nbytes: int | None = None) -> tuple[bytes, Entry]:
-        """Read a range of a file, to its end at most, and say which version it was of.
+        """Read a range of a file, to its end at most. Return the bytes, and the entry with the version that was read.
 
-        Raise FileNotFoundError if there is no such file, FormatError for a name that leads out of the store and for
+        Raise FileNotFoundError if the file does not exist, FormatError for a name that leads out of the store and for
         anything but a regular file.
         """
 
     def open(self, names: Sequence[str], versions: Mapping[str, Version] | None = None) -> Files:
-        """Open files for reading by number. A file in `versions` that is another one by now raises
-        FileNotFoundError."""
+        """Open files for reading by number. Raise FileNotFoundError if a file in `versions` has been replaced since."""
 
     def begin(self, root: str = "", token: str = "", *, save_id: str = "", is_first: bool = False) -> Upload:
-        """Begin an upload, or join the one of another process by its `token`.
+        """Begin an upload, or join the upload of another process by its `token`.
 
-        `save_id` is in the names of all files; without one the names are those that the files will have.
+        `save_id` is in the names of all files. Without it the names are final.
 
         `root` is the directory that the files will be in, unless the commit moves them somewhere else; a bucket writes
-        there at once.
+        there directly.
 
-        The upload makes the place. If `is_first`, there is no checkpoint yet: the directory is synced as well, because
-        another program may have made it and died.
+        The upload makes the place. `is_first` means that it holds no checkpoint yet. Then the directory is synced as
+        well, because another program may have made it and died before syncing it.
         """
 
 
-class Index(Protocol):
+class OldIndex(Protocol):
     """The index of a place, as it is before a commit. `manifest` and `save_ids` are None if they are not known."""
 
     @property
     def version(self) -> Version | None:
-        """The version of its file; None if there is none."""
+        """The version of its file; None if the file does not exist."""
 
     @property
     def manifest(self) -> Manifest | None: ...
@@ -195,18 +196,18 @@ class Index(Protocol):
         """The saves that it names."""
 
     def has_committed(self, save_id: str) -> bool:
-        """Tell whether a save was committed, even if others have replaced its tree since."""
+        """Tell whether a save was committed, even if later saves have replaced its tree."""
 
 
 class Change(Struct, frozen=True):
     """The effect of a commit: final names for new files and directories, and the next index.
 
     moves      final names by name; "" stands for the directory of all new files
-    index      returns the next index, given what it has to say of saves; None: the new files are all there is
-    manifest   what the next index says
+    index      returns the next index, given its log of saves; None if the place has no index
+    manifest   the manifest in the next index
     replaced   directories that are removed once the index is in place
     unmarked   the files that describe new arrays without the mark of their save, which identify them for a later save
-    tidy       removes what the next index does not name any more, and updates indexes for other readers
+    tidy       removes files that the next index no longer names, and updates indexes for other readers
     """
 
     moves: Mapping[str, str] = {}
@@ -216,12 +217,12 @@ class Change(Struct, frozen=True):
     unmarked: Sequence[str] | None = None
     tidy: Callable[[Store, Upload], None] | None = None
 
-    def gone(self, index: Index) -> set[str]:
-        """Return the names of `replaced`, and those that `index`, the one before, has and the next one has not.
+    def gone(self, index: OldIndex) -> set[str]:
+        """Return the names that only the old index has, and the names of `replaced`.
 
-        Directories of other programs are not among them: they may hold more than the arrays that were replaced.
+        Leave out directories of other programs, which may hold more than the replaced arrays.
         """
-        gone = {one.name for one in self.replaced if one.mark}
+        gone = {one.name for one in self.replaced if one.save_id}
         if index.manifest is not None and self.manifest is not None:
             gone |= index.manifest.names() - self.manifest.names()
         return gone
@@ -230,14 +231,14 @@ class Change(Struct, frozen=True):
 class Commit(Struct, frozen=True):
     """A commit, as an upload carries it out. In the order of calls: `read`, `change`, after an error `is_done`.
 
-    read     reads the index. The store is the place; of a new place, it is where that is made
+    read     reads the index, given the store of the place, or of the directory in which a new place is made
     change   chooses final names, and makes the next index
     name     the name of the index
     sweeps   whether the remains of writers that died are removed, too
     is_done  tells whether the index names the save; True if that cannot be known, or nothing has to be withdrawn
     """
 
-    read: Callable[[Store], Index]
+    read: Callable[[Store], OldIndex]
     change: Callable[[Any, Store], Change]
     name: str = ""
     save_id: str = ""
@@ -246,7 +247,7 @@ class Commit(Struct, frozen=True):
 
 
 class Upload(Protocol):
-    """The new files of one save. Nobody sees them before `commit`; without it `close` removes them.
+    """The new files of one save. They are invisible before `commit`; without a commit, `close` removes them.
 
     token   by which another process joins
     takes   how large files are written: in any order by `create`, from their beginning to their end by `stream`, or in
@@ -263,7 +264,7 @@ class Upload(Protocol):
         """Let other processes find the upload by its token."""
 
     def create(self, name: str, nbytes: int) -> Sink:
-        """Begin a file of known length, where `takes` is "ranges". One that is not closed is removed with the
+        """Begin a file of known length, where `takes` is "ranges". A file that is never closed is removed with the
         upload."""
 
     def stream(self, name: str, nbytes: int, chunks: Iterable[Any]) -> None:
@@ -282,22 +283,22 @@ class Upload(Protocol):
         """List the new files and directories of all processes, one level."""
 
     def is_published(self, name: str, final: str) -> bool:
-        """Tell whether a linked file is in place already under this name."""
+        """Tell whether a linked file already has its final name."""
 
     def commit(self, commit: Commit) -> None:
         """Give the new files their final names and swap the index, so that every reader sees the save or none does.
 
         On a disk this happens under a lock. In a bucket the index is swapped on the condition that it has not changed;
-        if it has, the commit is begun again. After an error nothing of the save is left, unless the index names it.
-        Raise SupersededError if another save has taken this one for dead.
+        if it has, the commit is begun again. After an error nothing of the save is left, unless the index names the
+        save. Raise LeaseLostError if another save has taken this one for dead.
         """
 
     def swap(self, name: str, data: bytes, expected: Version | None) -> None:
-        """Replace a small file, while `tidy` is called, if its version is still the one expected (None: it does not
-        exist). Raise SwapError if it is not; under a lock it always is."""
+        """Replace a small file, while `tidy` is called, if it has the expected version (None: it does not exist). Raise
+        SwapError otherwise, which cannot happen under a lock."""
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files of the place, if they are there."""
+        """Remove files of the place, if they exist."""
 
     def close(self) -> None: ...
 
@@ -325,7 +326,8 @@ def require_short(store: Store, name: str) -> None:
 
 
 class NoIndex(Struct, frozen=True):
-    """The index of a place that has none, or the bytes of a small file in the place of an index."""
+    """The index of a place without an index; or a small file, with its bytes, that `update_file` replaces like an
+    index."""
 
     version: Version | None = None
     data: bytes | None = None
@@ -339,9 +341,10 @@ class NoIndex(Struct, frozen=True):
 def update_file(
     store: Store, name: str, change: Callable[[bytes | None], bytes], *, sweep: bool = False
 ) -> None:
-    """Replace a small file by what `change` makes of it; again if another process has replaced it meanwhile.
+    """Replace a small file by the result of `change`, given its bytes. Retry if another process has replaced it
+    meanwhile.
 
-    With `sweep`, the remains of uploads to the place that died are removed, too.
+    With `sweep`, also remove the remains of uploads whose process died.
     """
 
     def read(store: Store) -> NoIndex:
@@ -360,21 +363,21 @@ def update_file(
 
 
 def publish(upload: Upload, names: Iterable[str]) -> None:
-    """Let the new files of an upload appear together under their names. There is no index."""
+    """Let the new files of an upload appear together under their names, in a place without an index."""
     change = Change({name: name for name in names})
     upload.commit(Commit(lambda _: NoIndex(), lambda *_: change))
 
 
 def remove_files(store: Store, names: Sequence[str]) -> None:
-    """Remove files that eformer wrote, if they are there."""
+    """Remove files that eformer wrote, if they exist."""
     if names:
         with closing(store.begin()) as upload:
             upload.remove(names)
 
 
 def read_whole(store: Store, name: str, most: int = _MOST_WHOLE) -> tuple[bytes, Entry]:
-    """Read a small file; refuse one that is far too long to be what it should be."""
+    """Read a small file. Raise FormatError if it is longer than `most` bytes."""
     data, entry = store.read(name, 0, most)
     if entry.nbytes > most:
-        raise FormatError(f"{store.path_to(name)} is {entry.nbytes} bytes long, at most {most} are expected")
+        raise FormatError(f"{store.path_to(name)} is {entry.nbytes} bytes long, expected at most {most}")
     return data, entry

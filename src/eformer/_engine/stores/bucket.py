@@ -1,8 +1,8 @@
 """Checkpoints in a bucket: s3://, gs://, az://, and memory:// for tests.
 
-Objects are immutable and have no directories; nothing can be renamed or locked. Data objects get names that are never
-used again, and the index is replaced on the condition that it is still the one that was read. `leases` tells how the
-remains of dead saves are found and removed.
+Objects are immutable and have no directories, and they cannot be renamed or locked. Data objects get names that are
+never used again. A commit replaces the index on the condition that it still has the version that was read. `leases`
+tells how the remains of dead saves are found and removed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _FEW = 8  # objects that are looked up one by one
 class BucketStore:
     """All objects whose keys begin with a path."""
 
-    read_bytes = 8 * 2**20  # by as many threads at once this is 128 MiB of memory
+    read_bytes = 8 * 2**20  # for 16 threads this is 128 MiB of memory
     read_threads = _THREADS
 
     def __init__(self, objects: Objects, path: str, cache: Cache | None = None) -> None:
@@ -75,7 +75,7 @@ class BucketStore:
         kinds: dict[str, Kind] = {name: "directory" for name in directories if name != LEASES}
         kinds.update({found.key.rpartition("/")[2]: "file" for found in objects})
         if not kinds:
-            raise FileNotFoundError(f"there are no objects below {self.objects.path_to(start)}")
+            raise FileNotFoundError(f"no objects exist below {self.objects.path_to(start)}")
         return dict(sorted(kinds.items()))
 
     def sizes(self, below: str, depth: int = 1) -> dict[str, int]:
@@ -111,7 +111,8 @@ class BucketStore:
     def key_of(self, name: str) -> str:
         if not is_inside(name) or _NOT_IN_KEYS.search(name):
             raise FormatError(f"{name[:200]!r} is not the name of a file in {self.url}")
-        return f"{self._path}/{name}" if self._path else name  # as it is listed
+        # Without a slash at its beginning, as servers list it.
+        return f"{self._path}/{name}" if self._path else name
 
     # --------------------------------------------------------------------------------------- write
 
@@ -122,7 +123,7 @@ class BucketStore:
 
 
 class BucketFiles(UnchangingFiles):
-    """Objects by number. A range is one request. What a save replaces stays for a while by itself."""
+    """Objects by number. A range is one request. Objects that a save replaces stay readable for a while."""
 
     def __init__(
         self, objects: Objects, names: Sequence[str], keys: Sequence[str], versions: Mapping[str, Version]
@@ -138,7 +139,7 @@ class BucketFiles(UnchangingFiles):
         return len(found)
 
     def fetch(self, number: int, offset: int, nbytes: int) -> tuple[Any, int]:
-        """Return a range of an object, and the length of all of it."""
+        """Return a range of an object, and the length of the whole object."""
         data, found = self._objects.read(self._keys[number], offset, nbytes, self._versions.get(number))
         return data, found.nbytes
 
@@ -183,21 +184,21 @@ class BucketUpload:
         self._objects, self._path = objects, path
         self._start = f"{path}/{root}/" if root else f"{path}/"
         self._new: set[str] = set()
-        self.nbytes = 0  # there are no caches to spare
-        self._stage: Literal["open", "asked", "committed", "closed"] = "open"  # asked: to replace the index
+        self.nbytes = 0  # a bucket has no page cache to spare
+        self._stage: Literal["open", "asked", "committed", "closed"] = "open"  # asked: for a new index
         self._is_doubtful = False  # objects may arrive after this upload has ended
         self._unpublished = None if token or save_id else _Unpublished(objects)
         self._leases: Leases | None = None
         if not token:
             require_conditions(objects, path)
         elif save_id:
-            objects.head(f"{path}/{LEASES}/{token}")  # raises if the save is not there
+            objects.head(f"{path}/{LEASES}/{token}")  # raises if the first process has not begun the save
         if save_id and not token:  # the first process has the lease for all
             self._leases = Leases(objects, path, self.token)
             self._leases.lease.begin()
 
     def announce(self) -> None:
-        """Note that other processes put objects, too. The lease is there already."""
+        """Note that other processes put objects, too. They find the upload by its lease, which exists already."""
         self._is_doubtful = True
 
     # --------------------------------------------------------------------------------------- write
@@ -225,7 +226,7 @@ class BucketUpload:
             self._send(lambda: self._objects.put_all(objects))
 
     def link(self, name: str, source: Store, entry: Entry) -> bool:
-        """Name the object again if it has its final name already; else let the server copy it."""
+        """Use the object under its present name if that is final, else let the server copy it."""
         if not isinstance(source, BucketStore) or source.objects is not self._objects:
             return False
         key, final = source.key_of(entry.name), self._start + name
@@ -278,7 +279,8 @@ class BucketUpload:
             if change and index.has_committed(commit.save_id):
                 return change  # the answer was lost, and another save has come since
             if self._leases and commit.sweeps:
-                self._leases.look()  # for dead saves: the commit bars them, and `_finish` removes them
+                # Find dead saves: the commit bars them, and `_finish` removes their objects.
+                self._leases.look()
             change = commit.change(index, store)
             log: CommitLog | UnsetType = UNSET
             if self._leases and index.manifest and change.manifest:
@@ -291,10 +293,11 @@ class BucketUpload:
                 return change
 
     def _publish(self, change: Change) -> None:
-        """Make sure that all objects are there, and let those appear that have waited."""
+        """Let waiting objects appear, and make sure that all objects exist."""
         for name, final in change.moves.items():
             if (self._start + name).rstrip("/") != f"{self._path}/{final}":
                 raise AssertionError(f"objects cannot be renamed: {name!r} to {final!r}")
+        # Before the index names them: a reader that finds the index finds all objects.
         if self._unpublished:
             self._unpublished.publish()
         if self._leases:
@@ -305,26 +308,27 @@ class BucketUpload:
 
     def swap(self, name: str, data: bytes, expected: Version | None) -> None:
         if self._stage == "open":
-            self._stage = "asked"  # first of all: this may be interrupted anywhere
+            self._stage = "asked"  # before the request: a Ctrl-C may come at any point after it is sent
         self._objects.swap(f"{self._path}/{name}", data, expected)
 
     def _withdraw(self) -> None:
-        """Remove the new objects of this upload, copies with the names of other saves included, and those of other
-        processes.
+        """Remove the new objects of this upload and of its other processes, and copies that it made of objects of other
+        saves.
 
         Keep them all if a request to name them may still arrive. Then the next save removes them, once its index makes
         sure that this one fails.
         """
+        # After "asked" the index may name the objects, even if the request for it seems to have failed.
         if self._leases and self._stage == "open":
             self._leases.remove_own()
             self._objects.delete(self._new)
 
     def _finish(self, change: Change) -> None:
-        """Remove what is dead, and the arrays of another program that the index stops naming."""
+        """Remove the objects of dead saves, and arrays of another program that the index no longer names."""
         self._stage = "committed"
         if self._leases:
             self._leases.finish()
-        for replaced in (one for one in change.replaced if not one.mark):
+        for replaced in (one for one in change.replaced if not one.save_id):
             for path, _ in replaced.arrays:
                 self._objects.delete(found.key for found in self._objects.list(f"{self._path}/{path}/"))
 
@@ -334,9 +338,11 @@ class BucketUpload:
     def close(self) -> None:
         if self._stage == "closed":
             return
+        # The lease stays if a put of an object or of the index may still arrive. It runs out, and then the next save
+        # bars this save in the index and removes its objects.
         is_over = self._stage == "committed" or (self._stage == "open" and not self._is_doubtful)
         try:
-            with suppress(OSError), clearing_up():  # else it is left to the next save
+            with suppress(OSError), clearing_up():  # the next save removes the rest
                 if self._unpublished:
                     self._unpublished.cancel()
                 self._withdraw()
@@ -347,7 +353,7 @@ class BucketUpload:
             self.abandon()
 
     def abandon(self) -> None:
-        """Let go of the upload as a process does that dies."""
+        """Stop renewing the lease and remove nothing, as if this process had died."""
         if self._leases:
             self._leases.lease.stop()
 

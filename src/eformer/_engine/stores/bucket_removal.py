@@ -1,10 +1,11 @@
-"""Remove checkpoints from a bucket, and what dead saves have left where there is no checkpoint.
+"""Remove checkpoints from a bucket, and the remains of dead saves in directories without a checkpoint.
 
-An index without trees replaces the one that is there, on the condition that it has not changed. From then on nobody
-finds a checkpoint, and no save can commit that would name what is removed: the new index bars it. Only then objects are
-removed. Whoever dies in between leaves that index, by which the next one goes on.
+A removal first replaces the index by an index without trees, on the condition that the old index has not changed. From
+then on readers find no checkpoint, and the new index bars every save that would name removed objects. Only then the
+objects are removed. If the process dies in between, the index without trees stays, and the next removal or save
+continues from it.
 
-The index itself is removed last. That request cannot have a condition: a lease keeps saves from committing meanwhile.
+The index itself is removed last. A deletion cannot have a condition, so a lease keeps saves from committing meanwhile.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ if TYPE_CHECKING:
     from eformer._engine.stores.leases import Renewed
     from eformer._engine.stores.objects import Object, Objects
 
-ASIDE = re.compile(r"[^/]+\.(?:damaged|old|rewound)(?:-\d+)?")  # as `set_aside` names marks
-_CONTENTS = "contents"  # begins the name of the object that lists the data of a checkpoint that was put aside
+# Endings that `set_aside_in_bucket` gives to marks.
+ASIDE = re.compile(r"[^/]+\.(?:damaged|old|rewound)(?:-\d+)?")
+# Beginning of the name of the object that lists the data of a checkpoint that was put aside.
+_CONTENTS = "contents"
 _MOST_AGE = 300.0  # seconds since the lease was put; it is renewed every minute
 
 
-def identity_of(objects: Objects, path: str) -> Identity:
+def identity_in_bucket(objects: Objects, path: str) -> Identity:
     """Return the versions of the indexes of a directory, or the version of a file."""
     found = {name: one.version for name in INDEXES if (one := objects.find(f"{path}/{name}"))}
     if not found and (file := objects.find(path)):
@@ -44,8 +47,8 @@ def identity_of(objects: Objects, path: str) -> Identity:
     return tuple(sorted(found.items()))
 
 
-def remove(objects: Objects, path: str, identity: Identity | None) -> bool:
-    """Remove all objects of a checkpoint. Return False if somebody holds it, or a save to it is under way."""
+def remove_from_bucket(objects: Objects, path: str, identity: Identity | None) -> bool:
+    """Remove all objects of a checkpoint. Return False if a reader holds it, or a save to it is under way."""
 
     def require_same(versions: Mapping[str, Version | None]) -> None:
         if identity not in (None, tuple(sorted(versions.items()))):
@@ -65,11 +68,11 @@ def remove(objects: Objects, path: str, identity: Identity | None) -> bool:
         return not seen.is_held() and claim.remove_all(seen)
 
 
-def sweep(objects: Objects, path: str) -> None:
-    """Remove the objects of dead saves, unless there is a checkpoint, whose next save does that; and what is left of a
-    removal that died."""
+def sweep_bucket(objects: Objects, path: str) -> None:
+    """Remove the objects of dead saves and the remains of dead removals. Leave a checkpoint alone: its next save does
+    this."""
     now = dt.datetime.now(dt.UTC)
-    if objects.is_unconditional:  # nobody can be barred
+    if objects.is_unconditional:  # no save can be barred
         return
     if not _is_worth_a_look(Seen.among(path, now, objects.list(f"{path}/"))):
         return
@@ -79,12 +82,12 @@ def sweep(objects: Objects, path: str) -> None:
             claim.sweep(seen)
 
 
-def set_aside(objects: Objects, path: str, why: str, marks: Sequence[str]) -> str:
+def set_aside_in_bucket(objects: Objects, path: str, why: str, marks: Sequence[str]) -> str:
     """Give the marks of a checkpoint other names; its data stays where it is. Return the ending of these names.
 
-    An object beside the marks lists the data: a damaged mark may not name them, and the removal of a later checkpoint
-    here has to leave them. Saves are kept from committing meanwhile, since a deletion has no condition. A mark that one
-    of them has replaced all the same stays.
+    An object beside the marks lists the data, because a damaged mark may not name them, and the removal of a later
+    checkpoint here has to leave them. A deletion has no condition, so saves are kept from committing meanwhile. If a
+    save replaces a mark all the same, that mark stays.
     """
     with _claimed(objects, path) as claim:
         keys = [f"{path}/{mark}" for mark in marks]
@@ -102,7 +105,8 @@ def set_aside(objects: Objects, path: str, why: str, marks: Sequence[str]) -> st
 
 
 def _free_ending(objects: Objects, keys: Sequence[str], why: str) -> str:
-    """Return an ending by which no object has one of these keys: another step may have been put aside there before."""
+    """Return an ending with which none of these keys exists yet: an earlier step of this name may have been put
+    aside."""
     endings = itertools.chain([why], (f"{why}-{number}" for number in itertools.count(2)))
     return next(one for one in endings if all(objects.find(f"{key}.{one}") is None for key in keys))
 
@@ -111,8 +115,8 @@ def _free_ending(objects: Objects, keys: Sequence[str], why: str) -> str:
 
 
 class Seen(Struct, frozen=True):
-    """The objects of a directory: leases, and data by their paths in it; and the time at which they were listed, or a
-    little before."""
+    """The objects of a directory: leases, and data by their paths. `now` is the time of the listing, or a little
+    before."""
 
     now: dt.datetime
     leases: list[Object]
@@ -133,11 +137,11 @@ class Seen(Struct, frozen=True):
         return {name_of(one): one for one in self.leases if kind_of(one) == "save" and is_late(one, self.now)}
 
     def is_old(self, entry: Object | None) -> bool:
-        """Tell whether an object is so old that no save is alive that was there before it."""
+        """Tell whether an object is so old that every save that is older is dead."""
         return entry is not None and entry.modified < self.now - leases.DEAD_FOR
 
     def is_useless(self, lease: Object) -> bool:
-        """Tell whether a lease protects nothing any more."""
+        """Tell whether a lease no longer protects anything."""
         if kind_of(lease) == "save":
             return self.is_old(lease) and not self.of({name_of(lease)})
         return is_late(lease, self.now)
@@ -147,8 +151,7 @@ class Seen(Struct, frozen=True):
         return [name for name in INDEXES if not self.saves(name).isdisjoint(saves)]
 
     def saves(self, *indexes: str) -> set[str]:
-        """Return the saves whose objects are of the kind that one of these indexes names: in directories of their own,
-        or not."""
+        """Return the saves whose objects have the layout of one of these indexes: a directory for each save, or not."""
         return ids_in(_top(inner) for inner in self.data if (INDEX if "/" in inner else MANIFEST) in indexes)
 
     def of(self, saves: Iterable[str]) -> list[Object]:
@@ -157,11 +160,11 @@ class Seen(Struct, frozen=True):
         return [one for inner, one in self.data.items() if ids_in({_top(inner)}) & wanted]
 
     def doomed(self, name: str, dead: Iterable[str], *, is_gone: bool) -> list[Object]:
-        """List the objects of dead saves; of a checkpoint that was removed, also those that are not of any save, except
-        for newer ones, which another program has put there."""
+        """List the objects of dead saves. For a removed checkpoint, include objects without a save, except newer
+        objects, which another program has put there."""
         if not is_gone:
             return self.of(dead)
-        if (index := self.data.get(name)) is None:  # another removal has come to its end
+        if (index := self.data.get(name)) is None:  # another removal has finished
             return []
         others = [one for inner, one in self.data.items() if inner != name and not ids_in({_top(inner)})]
         return self.of(dead) + [one for one in others if one.modified <= index.modified]
@@ -172,7 +175,8 @@ def _top(inner: str) -> str:
 
 
 def _is_worth_a_look(seen: Seen) -> bool:
-    """Tell whether there may be something to sweep, by the clock of this machine, which does not decide anything."""
+    """Guess, by the clock of this machine, whether a sweep would find anything. The sweep itself uses the server's
+    clock."""
     indexes = [seen.data[name] for name in INDEXES if name in seen.data]
     is_more = len(seen.data) > 1 or any(is_late(one, seen.now) for one in seen.leases)
     has_remains = bool(seen.of(seen.expired())) or (bool(indexes) and is_more)
@@ -180,7 +184,7 @@ def _is_worth_a_look(seen: Seen) -> bool:
 
 
 class _There(Struct, frozen=True):
-    """An index as it was read; without a version, there was none."""
+    """An index as it was read. Without a version, no index exists."""
 
     data: bytes = b""
     version: Version | None = None
@@ -188,7 +192,7 @@ class _There(Struct, frozen=True):
 
     @property
     def is_checkpoint(self) -> bool:
-        """Whether it names trees; one that cannot be read may."""
+        """Tell whether it names trees. An unreadable index counts, because it may."""
         return self.version is not None and not (self.manifest and self.manifest.is_empty)
 
     @property
@@ -201,14 +205,14 @@ class _There(Struct, frozen=True):
 
 @contextmanager
 def _claimed(objects: Objects, path: str) -> Iterator[_Claim]:
-    """Keep saves from committing, from now to the end."""
+    """Keep saves from committing until the end of the block."""
     leases.require_conditions(objects, path)
     with leased(objects, path, "removal") as lease:
         yield _Claim(objects, path, lease)
 
 
 class _Claim:
-    """The right to remove the index of a directory, which is good for a few minutes, and shared with other removals.
+    """The right to remove the index of a directory. It holds for a few minutes, and other removals may have it, too.
 
     there   the indexes, which are read before anything is listed: a save that commits later changes their versions
     """
@@ -219,7 +223,7 @@ class _Claim:
         self._emptied: dict[str, tuple[bytes, _There]] = {}  # by this removal: the new index, and the old one
 
     def look(self) -> Seen:
-        """List what is there, without checkpoints that were put aside: they are no part of the one to be removed."""
+        """List the objects, without checkpoints that were put aside, which are not part of the checkpoint to remove."""
         now = self._objects.head(self._lease.key).modified
         entries = self._objects.list(f"{self._path}/")
         seen = Seen.among(self._path, now, (one for one in entries if one.key != self._lease.key))
@@ -238,16 +242,18 @@ class _Claim:
         return f"{self._path}/{name}"
 
     def delete_unconditionally(self, keys: Iterable[str]) -> None:
-        """Delete objects that a save may replace, unless saves may have stopped waiting for this claim."""
+        """Delete objects that a save may replace, unless the lease is so old that saves may no longer wait for this
+        claim."""
         if self._lease.age < _MOST_AGE:
             self._objects.delete(keys)
 
     # ------------------------------------------------------------------------------- a whole checkpoint
 
     def remove_all(self, seen: Seen) -> bool:
-        """Remove everything that was seen, and at last the index: if there are no dead saves, who may still wake up."""
+        """Remove all objects in `seen`, then the index. The index stays if dead saves exist, because one may still wake
+        up."""
         zombies = set(seen.expired())
-        # A checkpoint of another program has no index: it gets the one that readers look at first.
+        # A checkpoint of another program has no index. It gets the index that readers look at first.
         names = {*self.there, *seen.wanted_by(zombies)} or {INDEX}
         for name in names:
             if not self._empty(name, seen, seen.saves(*INDEXES) | zombies, gone=True):
@@ -265,12 +271,12 @@ class _Claim:
         return True
 
     def _is_held_now(self, seen: Seen) -> bool:
-        """Tell whether a reader has come before anybody could notice."""
+        """Tell whether a reader has put its lease since the first listing."""
         return Seen(seen.now, list(self._objects.list(self._key(f"{LEASES}/"))), {}).is_held()
 
     def _empty(self, name: str, seen: Seen, saves: Iterable[str], *, gone: bool = False) -> bool:
-        """Replace an index by one without trees that bars saves. Return False if a save has committed meanwhile, or
-        there are too many to bar."""
+        """Replace an index by an index without trees that bars saves. Return False if a save has committed meanwhile,
+        or if the index cannot bar so many saves."""
         before = self.there.get(name, _There())
         while True:
             log = before.log
@@ -286,8 +292,8 @@ class _Claim:
                 return False
 
     def _restore(self) -> None:
-        """Put indexes back that this removal has replaced, and nobody else since or before: others may have removed
-        what they name."""
+        """Put indexes back that only this removal has replaced. After another removal the objects that they name may be
+        gone."""
         for name, (data, before) in self._emptied.items():
             now = self._read(name)
             if now.data == data and before.is_checkpoint:
@@ -297,8 +303,8 @@ class _Claim:
     # --------------------------------------------------------------------------------- what dead saves left
 
     def sweep(self, seen: Seen) -> None:
-        """Bar dead saves, remove their objects, and go on with a removal that died. Nothing is removed before the index
-        is one of this sweep: until then another removal may still put the old one back."""
+        """Bar dead saves, remove their objects, and continue dead removals. Remove nothing before the index is one that
+        this sweep has put: until then another removal may still put the old index back."""
         expired = seen.expired()
         for name in [*self.there] or sorted(seen.wanted_by(expired))[:1]:
             log = self.there.get(name, _There()).log
@@ -308,6 +314,6 @@ class _Claim:
                 return
             self._objects.delete(one.key for one in doomed)
             self._objects.delete(one.key for save_id, one in expired.items() if save_id in dead)
-            if not doomed and seen.is_old(seen.data.get(name)):  # nobody can be alive whom it bars
+            if not doomed and seen.is_old(seen.data.get(name)):  # every save that it bars is certainly over
                 self.delete_unconditionally([self._key(name)])
         self._objects.delete(one.key for one in seen.leases if seen.is_useless(one))

@@ -1,9 +1,9 @@
-"""Keep blocks of objects that never change in files of this machine, so that the next load does not fetch them.
+"""Keep blocks of immutable objects in files of this machine, so that the next load does not fetch them.
 
 Every block is a file: its bytes, then the length of its object and a digest. The file appears by a rename, so processes
-need no locks. A block that does not match its digest is fetched again: after a crash, or damage. Before an object is
-mapped, its blocks are joined in one more file. A cache never makes a read fail: if the directory cannot be used, a
-warning says why and the reads go to the bucket.
+need no locks. A block that does not match its digest, after a crash or damage, is fetched again. To map an object, its
+blocks are joined in one more file. A cache never makes a read fail: if the directory cannot be used, a warning says
+why, and the reads go to the bucket.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("eformer")
 
 Cached = str | os.PathLike[str] | Literal[False] | None
-"""A directory; None for that of EFORMER_CACHE, if it is set; False for no cache."""
+"""A directory; None for the directory in EFORMER_CACHE, if it is set; False for no cache."""
 
 BLOCK = 2**20
 
@@ -50,12 +50,12 @@ _MOST_BYTES = 100 * 10**9
 _AT_ONCE = 8 * BLOCK  # fetched by one request, to map an object
 _THREADS = 16
 _FREED = 0.9  # of the limit is left after a removal
-_LOOK_EVERY = 2**30  # bytes that are written between two looks at the size of the directory
+_LOOK_EVERY = 2**30  # bytes written between two measurements of the directory
 
 _TAIL = struct.Struct(
     "<Q16s"
-)  # of a block: the length of its object, and the digest of its bytes, seeded by that
-_WHOLE = "whole"  # in the place of a block's number: all of them
+)  # end of a block: the length of its object, and the digest of its bytes, seeded by that length
+_WHOLE = "whole"  # instead of the number of a block: the file of all blocks
 _SUFFIX = ".block"
 _SAVE_ID = re.compile(r"\.([0-9a-f]{16})(?![0-9a-f])")
 
@@ -67,7 +67,7 @@ _chosen: ContextVar[Cached] = ContextVar("eformer_cache", default=None)
 
 @contextmanager
 def caching(directory: Cached) -> Iterator[None]:
-    """Let the stores that are made inside of this block read through a cache."""
+    """Let stores that are made in this block read through a cache."""
     token = _chosen.set(directory)
     try:
         yield
@@ -99,9 +99,9 @@ def _cache_at(directory: str, limit: int | None) -> Cache:
 
 
 def key_of(url: str, name: str, version: Version | None) -> str | None:
-    """Return the key of an object; None if it may be replaced by another one of the same name.
+    """Return the key of an object in the cache; None if another object of the same name may replace it.
 
-    An object that carries the id of its save is never replaced; any other one has to be of a known version.
+    An object whose name has a save id is never replaced. Any other object needs a known version.
     """
     found = _SAVE_ID.search(name.partition("/")[0])
     mark = (version or "").strip() or (found[1] if found and version is None else "")
@@ -121,16 +121,16 @@ class Cache:
 
     def __init__(self, directory: str, limit: int | None = None) -> None:
         self.directory, self._limit = directory, limit
-        self._written, self._lock = math.inf, Lock()  # bytes since the last look at the size of the directory
+        self._written, self._lock = math.inf, Lock()  # bytes since the directory was last measured
         self._has_warned = False
 
     @contextmanager
     def _warnings(self) -> Iterator[None]:
-        """End the block at an error of the operating system, and only log it."""
+        """Log an error of the operating system, and end the block."""
         try:
             yield
         except FileNotFoundError:
-            pass  # it was never there, or another process has removed it
+            pass  # it never existed, or another process has removed it
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
@@ -140,11 +140,11 @@ class Cache:
                 )
 
     def _require_own(self) -> None:
-        """Make the directory, or refuse one that others can write to."""
+        """Make the directory. Raise if another user can write to it."""
         os.makedirs(self.directory, mode=0o700, exist_ok=True)
         status = os.stat(self.directory)
         if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
-            raise PermissionError("it belongs to another user, or everybody may write to it")
+            raise PermissionError("it belongs to another user, or all users may write to it")
 
     def _path(self, key: str, block: object) -> str:
         return os.path.join(self.directory, f"{key}.{block}{_SUFFIX}")
@@ -160,13 +160,13 @@ class Cache:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
                 raise PermissionError(f"{path} is not a file of this user")
-            os.utime(descriptor)  # used now
+            os.utime(descriptor)  # for `trim`, which removes the least recently used files
             yield descriptor, status.st_size
 
     def read(self, key: str, block: int, memory: memoryview, offset: int) -> int | None:
-        """Copy the bytes of a block that belong into memory, which begins at an offset of the object.
+        """Copy the bytes that a block and a range of its object have in common. `memory` is the range from `offset` on.
 
-        Return the length of the object; None if the block is not there, or damaged.
+        Return the length of the object; None if the block is missing or damaged.
         """
         with self._warnings(), self._opened(key, block) as (descriptor, nbytes):
             length, start = nbytes - _TAIL.size, block * BLOCK
@@ -182,7 +182,7 @@ class Cache:
         return None
 
     def map(self, key: str, nbytes: int) -> np.ndarray[Any, Any] | None:
-        """Map an object whose blocks were joined; None if they were not, or the file was cut short."""
+        """Map an object whose blocks were joined. Return None if they were not, or if the file is too short."""
         with self._warnings(), self._opened(key, _WHOLE) as (descriptor, found):
             if found == nbytes:
                 return np.frombuffer(mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ), np.uint8)
@@ -192,7 +192,7 @@ class Cache:
 
     @contextmanager
     def _new(self, key: str, block: object) -> Iterator[int]:
-        """Yield a new file, which appears at the end, unless there is an error."""
+        """Yield a new file, which appears at the end of the block unless an error ends it."""
         self._require_own()
         scratch = self._path(key, f"{block}.{secrets.token_hex(8)}")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -232,13 +232,13 @@ class Cache:
             self._count(nbytes)
 
     def mend(self, key: str, data: memoryview, offset: int) -> None:
-        """Write to the file of all blocks in place, so that those who have mapped it see the change."""
+        """Write to the file of all blocks in place, so that processes that have mapped it see the change."""
         flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
         with self._warnings(), Closing(os.open(self._path(key, _WHOLE), flags)) as descriptor:
             write_all(descriptor, data, offset)
 
     def forget(self, key: str, blocks: range) -> bool:
-        """Remove blocks. Return False if none of them was there."""
+        """Remove blocks. Return False if the cache had none of them."""
         was_there = False
         for block in blocks:
             with suppress(OSError):
@@ -257,7 +257,7 @@ class Cache:
         return self._limit
 
     def _count(self, nbytes: int) -> None:
-        """Remove files now and then."""
+        """Count written bytes, and measure the directory when they are many."""
         with self._lock:
             self._written += nbytes
             is_due = self._written > min(_LOOK_EVERY, self.limit // 16)
@@ -309,7 +309,7 @@ class CachedFiles(UnchangingFiles):
         key = self._keys[number]
         if key is None or not len(memory):
             return self._files.read_into(number, memory, offset)
-        if number in self._maps:  # read what the caller of `map` has
+        if number in self._maps:  # read the same file that the caller of `map` has
             _copy(self._maps[number].data, 0, memory, offset)
             return max(0, min(len(memory), len(self._maps[number]) - offset))
         nbytes, missing = offset + len(memory), list[int]()
@@ -320,7 +320,7 @@ class CachedFiles(UnchangingFiles):
                 missing.append(block)
             else:
                 nbytes = found
-        if missing:  # by one request, even if some blocks between are there
+        if missing:  # by one request, even if some blocks in between are cached
             start = missing[0] * BLOCK
             data, nbytes = self._files.fetch(number, start, (missing[-1] + 1) * BLOCK - start)
             self._cache.keep(key, nbytes, missing[0], memoryview(data))
@@ -328,7 +328,7 @@ class CachedFiles(UnchangingFiles):
         return max(0, min(len(memory), nbytes - offset))
 
     def forget(self, number: int, offset: int, nbytes: int) -> bool:
-        """Let a range be fetched again that is not what it should be. Return False if it was not in the cache."""
+        """Drop a range that failed its check, so that it is fetched again. Return False if it was not in the cache."""
         key = self._keys[number]
         if key is None:
             return False
@@ -343,7 +343,7 @@ class CachedFiles(UnchangingFiles):
         return self._files.nbytes(number)
 
     def map(self, number: int) -> np.ndarray[Any, Any] | None:
-        """Fetch the whole object, and map the file that it is in."""
+        """Fetch the whole object into one file, and map that file."""
         key = self._keys[number]
         if key is None or not (nbytes := self._files.nbytes(number)):
             return None
@@ -358,7 +358,7 @@ class CachedFiles(UnchangingFiles):
         return found
 
     def _complete(self, number: int, offset: int, nbytes: int) -> None:
-        """Fetch the blocks of a range that are not there, or damaged."""
+        """Fetch the missing and damaged blocks of a range."""
         self.read_into(number, memoryview(bytearray(min(_AT_ONCE, nbytes - offset))), offset)
 
 
@@ -372,7 +372,7 @@ def _digest(block: memoryview, nbytes: int) -> bytes:
 
 
 def _copy(data: memoryview, start: int, memory: memoryview, offset: int) -> None:
-    """Copy what two ranges of an object have in common: `data` begins at `start`, `memory` at `offset`."""
+    """Copy the common bytes of two ranges of an object: `data` begins at `start`, `memory` at `offset`."""
     first, stop = max(start, offset), min(start + len(data), offset + len(memory))
     if first < stop:
         into, part = memory[first - offset : stop - offset], data[first - start : stop - start]

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import errno
 import stat
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from eformer._engine.stores import bucket_removal, journal
 from eformer._engine.stores.bucket import BucketStore
+from eformer._engine.stores.bucket_removal import (
+    identity_in_bucket,
+    remove_from_bucket,
+    set_aside_in_bucket,
+    sweep_bucket,
+)
 from eformer._engine.stores.directory import Directory, remove_entry, require_removable, walk
 from eformer._engine.stores.durable import SCRATCH, scratch_name
+from eformer._engine.stores.journal import JOURNAL, sweep_dead
 from eformer._engine.stores.leases import LEASES, leased
 from eformer._engine.stores.local import on_disk
 from eformer._engine.stores.local_upload import LocalUpload
@@ -29,42 +35,43 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
 
 def identity_of(store: Store, name: str) -> Identity:
-    """Return an identity that tells a checkpoint, a directory or a file, from a later one of the same name. Raise
-    FileNotFoundError if it is gone."""
+    """Return an identity that tells a checkpoint (a directory or a file) from a later checkpoint of the same name.
+    Raise FileNotFoundError if it is gone."""
     if (place := on_disk(store)) is not None:
         return _identity((place / name).lstat())
-    return bucket_removal.identity_of(*_bucket(store, name))
+    return identity_in_bucket(*_bucket(store, name))
 
 
 def remove_checkpoint(store: Store, name: str, identity: Identity | None = None) -> bool:
-    """Remove a directory or a file that is a checkpoint so that nobody ever sees a part of it.
+    """Remove a checkpoint, a directory or a file, so that readers see all of it or nothing.
 
-    Return False if a reader holds it or a save to it is under way, which only a bucket tells. Raise FileNotFoundError
-    if it is gone, and ValueError if it is another one than that with the `identity`.
+    Return False if a reader holds it or a save to it is under way, which is known only in a bucket. Raise
+    FileNotFoundError if it is gone, and ValueError if it does not have the `identity`.
     """
     if (place := on_disk(store)) is not None:
         now = identity_of(store, name)  # raises if it is gone
         _remove_from_disk(place, name, identity or now)
         return True
-    return bucket_removal.remove(*_bucket(store, name), identity)
+    return remove_from_bucket(*_bucket(store, name), identity)
 
 
 def sweep(store: Store, name: str) -> None:
-    """Remove what dead saves, and removals that died, have left in a directory; "" is the place itself."""
+    """Remove the remains of dead saves and dead removals in a directory; "" is the place itself."""
     if (place := on_disk(store)) is not None:
         with Directory.open(place) as directory:
             _sweep_on_disk(directory, name)
     elif name:
-        bucket_removal.sweep(*_bucket(store, name))
+        sweep_bucket(*_bucket(store, name))
 
 
 def set_aside(store: Store, name: str, why: str, marks: Sequence[str]) -> str:
-    """Let a directory be no checkpoint any more, by whose `marks` readers know it, without losing anything.
+    """Put a checkpoint aside: readers no longer find it, and no data is lost. `marks` are the files by which readers
+    know it.
 
-    Return a name for it that was free, such as step-100.old. On a disk it has that name.
+    Return a new name for it, such as step-100.old. On a disk the directory is renamed; in a bucket only the marks are.
     """
     if (directory := on_disk(store)) is None:
-        return f"{name}.{bucket_removal.set_aside(*_bucket(store, name), why, marks)}"
+        return f"{name}.{set_aside_in_bucket(*_bucket(store, name), why, marks)}"
     with Directory.open(directory) as place:
         number, aside = 1, f"{name}.{why}"
         while place.status(aside) is not None:
@@ -79,8 +86,8 @@ def set_aside(store: Store, name: str, why: str, marks: Sequence[str]) -> str:
 def held(store: Store, name: str) -> Iterator[str]:
     """Yield a path by which a checkpoint can be read even if it is removed meanwhile.
 
-    On a disk its files are linked into a hidden directory; if this process dies, the next save beside it removes that.
-    In a bucket a lease, which is renewed, keeps the checkpoint.
+    On a disk its files are linked into a hidden directory. If this process dies, the next save beside it removes that
+    directory. In a bucket a lease, which is renewed, keeps the checkpoint.
     """
     if (place := on_disk(store)) is not None:
         with _linked(place, store, name) as path:
@@ -91,17 +98,16 @@ def held(store: Store, name: str) -> Iterator[str]:
 
 
 def has_unfinished(store: Store) -> bool:
-    """Tell whether a save to a place is under way, or was left by a writer that died."""
-    if on_disk(store) is not None:
-        kinds = store.kinds().items()
-        return any(kind == "directory" and SCRATCH.fullmatch(name) for name, kind in kinds)
-    return bool(store.sizes(LEASES))  # SeaweedFS goes on listing directories that are empty
+    """Tell whether a place may have published a part of an unfinished save, whose writer is alive or dead."""
+    if on_disk(store) is not None:  # a save writes its journal before it publishes directories
+        return any(store.exists(f"{name}/{JOURNAL}") for name in store.kinds() if SCRATCH.fullmatch(name))
+    return bool(store.sizes(LEASES))  # not `kinds`: SeaweedFS goes on listing empty directories
 
 
 def _bucket(store: Store, name: str) -> tuple[Objects, str]:
     """Return the objects of a bucket, and the key of a directory or a file there."""
     if not isinstance(store, BucketStore):
-        store.begin()  # raises: it can only be read
+        store.begin()  # raises for a store that is read-only
         raise AssertionError(f"{store.url} is neither a disk nor a bucket")
     return store.objects, store.key_of(name)
 
@@ -110,35 +116,36 @@ def _bucket(store: Store, name: str) -> tuple[Objects, str]:
 
 
 def _sweep_on_disk(place: Directory, name: str) -> None:
-    """Sweep a directory, and remove it if it has nothing else."""
+    """Sweep a directory. Remove it if it is empty afterwards."""
     if not name:
-        journal.sweep(place)
+        sweep_dead(place)
         return
-    with suppress(OSError):  # it cannot be listed, or its save has just begun
+    with suppress(OSError):  # it cannot be listed, or a save to it has just begun
         with place.enter(name) as inner:
             was_left = any(SCRATCH.fullmatch(one) for one in inner.kinds())
-            journal.sweep(inner)
+            sweep_dead(inner)
         if was_left:
             place.remove_if_empty(name)
 
 
 def _identity(status: os.stat_result) -> Identity:
-    """Return an identity of a file or a directory: more than the inode, which may be used again."""
+    """Return an identity of a file or a directory. The inode alone may be used again."""
     return status.st_mode, status.st_ino, status.st_mtime_ns
 
 
 def _remove_from_disk(directory: Path, name: str, identity: Identity) -> None:
-    """Remove a whole checkpoint; raise ValueError if it is not the one with this identity any more.
+    """Remove a whole checkpoint. Raise ValueError if it no longer has this identity.
 
-    It is moved into a hidden directory first, so that a partly removed checkpoint is never taken for a whole one, and
-    looked at again there: another that was given its name in the last moment goes back.
+    Move it into a hidden directory first, so that a partly removed checkpoint is never taken for a whole one. Check its
+    identity again there: if another checkpoint got its name in the last moment, move that one back.
     """
     try:
         scratch = Scratch(directory)
     except OSError as error:
         if error.errno not in _NO_SPACE:
             raise
-        with Directory.open(directory) as place:  # the checkpoint itself is hidden, which takes no space
+        # The disk is full: instead of moving it, give the checkpoint a hidden name, which takes no space.
+        with Directory.open(directory) as place:
             _remove(place, name, identity, place, scratch_name())
         return
     with scratch:
@@ -153,11 +160,19 @@ def _remove(place: Directory, name: str, identity: Identity, target: Directory, 
     status = place.status(name)
     if status is None or _identity(status) != identity:
         raise changed
-    if stat.S_ISDIR(status.st_mode):
-        require_removable(place, name)
-    place.rename(name, target, hidden)
-    place.sync()
-    with suppress(FileNotFoundError):  # a save sweeps it at the same time
+    with ExitStack() as stack:
+        # A save commits under the lock of its directory: no save commits between this look and the rename.
+        if stat.S_ISDIR(status.st_mode):
+            require_removable(place, name)
+            stack.enter_context(stack.enter_context(place.enter(name)).locked())
+        else:
+            stack.enter_context(place.locked())
+        now = place.status(name)
+        if now is None or _identity(now) != identity:
+            raise changed
+        place.rename(name, target, hidden)
+        place.sync()
+    with suppress(FileNotFoundError):  # a save may sweep it at the same time
         moved = target.status(hidden)
         if moved is None or (moved.st_mode, moved.st_ino) != (status.st_mode, status.st_ino):
             target.put(hidden, place, name)

@@ -1,4 +1,4 @@
-"""Find the bucket that a URL names, and make its client: one for each bucket and settings."""
+"""Find the bucket that a URL names, and make its client. Equal buckets and settings share one client."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from eformer._engine.stores.store_options import options_of
 from eformer._engine.stores.urls import Address, parse_url
 from eformer._engine.tasks.forks import Lock
 
-_REQUEST = 60.0  # seconds for one try of one request, which sends at most a part
+_REQUEST = 60.0  # seconds for one try of a request, which sends at most PART_BYTES
 _CONNECT = 10.0
-_RETRY = 120.0  # after which a request is not tried again
+_RETRY = 120.0  # seconds, after which a request is not tried again
 _making = Lock()
 
 
@@ -30,7 +30,7 @@ def bucket_at(url: str) -> BucketStore:
 
 
 def objects_at(address: Address, url: str) -> Objects:
-    """Return the objects of a bucket, with the options that callers have given for `url`."""
+    """Return the objects of a bucket, with the store options for `url`."""
     if address.cloud == "memory":
         with _making:
             return _memory()
@@ -39,7 +39,7 @@ def objects_at(address: Address, url: str) -> Objects:
     except ValueError as error:
         text = str(error)
         raise ValueError(text if address.url in text else f"{address.url}: {text}") from None
-    with _making:  # one client, however many threads ask for it first
+    with _making:  # threads that come here first at the same time make one client
         return _objects(address.cloud, address.url, address.bucket, settings)
 
 
@@ -89,7 +89,7 @@ def _client_options(settings: Settings) -> dict[str, Any]:
 
 
 def _provider(url: str, login: Any) -> Any:
-    """Return a function that gets credentials; None lets obstore find them."""
+    """Return a function that gets credentials; None if obstore finds them itself."""
     if isinstance(login, OfBoto3):
         try:
             import boto3

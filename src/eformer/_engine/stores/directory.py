@@ -1,8 +1,8 @@
 """Open, list, create, move and remove files below an open directory. Every change of a save goes through here.
 
-Links in the path that the caller gives are followed once, when the directory is opened. After that, names are looked up
-relative to the descriptor, so a directory that is swapped meanwhile cannot redirect an operation. `Directory` follows
-no link and crosses no mount. Readers may cross mounts, and may follow a link that ends below the directory.
+Links in the path of the caller are followed once, when the directory is opened. After that, names are looked up
+relative to the descriptor, so swapping a directory on the path cannot redirect an operation. `Directory` follows no
+link and crosses no mount. Readers may cross mounts, and may follow a link that ends below the directory.
 """
 
 from __future__ import annotations
@@ -30,33 +30,34 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("eformer")
 
-# Errors of syncing a directory on file systems that cannot, such as some network file systems.
+# Errors of syncing a directory, on file systems without this, such as some network file systems.
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM}
 # Errors of locking on a file system without locks.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
-# Errors of a rename onto something that exists, and of a hard link on a file system without any.
+# Errors of a rename onto an existing name, and of a hard link on a file system without hard links.
 _IN_THE_WAY = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR}
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 # Errors of a path with a link, without following it: openat2 raises the first, O_DIRECTORY with O_NOFOLLOW the second.
 _PERHAPS_A_LINK = {errno.ELOOP, errno.ENOTDIR}
-# Errors of paths that were never made.
+# Errors of paths that do not exist.
 _NO_SUCH_PATH = {*_PERHAPS_A_LINK, errno.ENAMETOOLONG}
 
-# A directory that others are opened below. O_PATH: it need not be readable.
+# A directory below which other directories and files are opened. O_PATH: it need not be readable.
 ON_THE_WAY = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FOLDER = _OPEN | os.O_NOFOLLOW
-# O_NONBLOCK: a pipe or a device is refused, not waited for. O_NOCTTY: nor does a terminal become that of the process.
+# O_NONBLOCK: opening a pipe or a device does not wait, so that it can be refused. O_NOCTTY: a terminal does not become
+# the terminal of the process.
 FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
-_MOST_DEPTH = 400  # of directories; those written by eformer are never nested as deeply
+_MOST_DEPTH = 400  # of directories; eformer never nests directories as deeply
 
 
 class Directory:
     """An open directory. Its methods take plain names, without slashes, and do not follow links.
 
-    `where` is the path by which it was opened, for messages: text that `path` makes a path of when that is needed.
+    `where` is the path by which it was opened, as text for messages.
     """
 
     __slots__ = ("_can_be_read", "descriptor", "where")
@@ -74,15 +75,14 @@ class Directory:
         """Open the directory at a path that the caller named, following links in the path."""
         try:
             return cls(path, os.open(path, _OPEN))
-        except PermissionError:  # perhaps files may be created in it, but not listed
+        except PermissionError:  # a directory may allow creating files and forbid listing them
             return cls(path, os.open(path, ON_THE_WAY), can_be_read=False)
 
     def enter(self, path: str, depth: int = 0) -> Directory:
         """Open a directory below this one, "a" or "a/b", without following links.
 
-        Raise NotADirectoryError if one of the names is a link or anything else but a directory, and another OSError if
-        another file system, or another part of this one, is mounted on the way, or if this directory is nested more
-        deeply, by its `depth`, than those written by eformer.
+        Raise NotADirectoryError if a name is a link or anything else but a directory. Raise another OSError at a mount
+        point, even of the same file system, and if the directories are nested more deeply than eformer nests them.
         """
         _checked(path, self.where, "directory", is_path=True)
         if depth > _MOST_DEPTH:
@@ -107,7 +107,7 @@ class Directory:
     # ---------------------------------------------------------------------------------------- look
 
     def status(self, name: str) -> os.stat_result | None:
-        """Return the status of an entry; of the link itself if it is one. Return None if it does not exist."""
+        """Return the status of an entry, without following a link. Return None if it does not exist."""
         try:
             return os.stat(_checked(name, self.where), dir_fd=self.descriptor, follow_symlinks=False)
         except FileNotFoundError:
@@ -121,11 +121,11 @@ class Directory:
         """List the entries, sorted by name, with their kinds. Links, pipes and devices are "other"."""
         if not self._can_be_read:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path))
-        # Opened again: btrfs lists what a directory had when it was opened, and threads would share the position.
+        # Opened again, because btrfs lists the entries at the time of opening, and threads would share the position.
         return kinds_of(os.open(".", _OPEN, dir_fd=self.descriptor))
 
     def read(self, name: str, most: int) -> tuple[bytes, int]:
-        """Read a small file. Return its bytes, and the number of the user whose file it is.
+        """Read a small file. Return its bytes and the number of its owner.
 
         Raise FormatError for anything but a regular file, and for more than `most` bytes.
         """
@@ -142,22 +142,23 @@ class Directory:
         return os.open(_checked(name, self.where), flags | _CREATE, 0o666, dir_fd=self.descriptor)
 
     def make(self, name: str, *, usable: bool = False) -> None:
-        """Make a directory; a `usable` one can be entered and written to by its owner, whatever the umask says."""
+        """Make a directory. With `usable`, its owner can enter it and write to it, whatever the umask says."""
         try:
             os.mkdir(_checked(name, self.where), dir_fd=self.descriptor)
-        except OSError as error:  # which names no more than the name
+        except OSError as error:  # the error of the system has only the name, not the path
             raise OSError(error.errno, error.strerror, str(self.path / name)) from error
         if usable and (status := self.status(name)) and status.st_mode & 0o700 != 0o700:
             set_mode(self, name, stat.S_IMODE(status.st_mode) | 0o700)
 
     def link(self, name: str, target: Path | str) -> None:
-        """Hard-link a file into this directory. The caller compares it with the file that it has looked at."""
+        """Hard-link a file into this directory. The caller compares the new link with the file that it meant."""
         os.link(target, _checked(name, self.where), dst_dir_fd=self.descriptor, follow_symlinks=False)
 
     # ---------------------------------------------------------------------------------------- move
 
     def rename(self, name: str, target: Directory, final: str) -> None:
-        """Move an entry to another name. A file of that name is replaced; of a link, the link and not its target."""
+        """Move an entry to another name. A file of that name is replaced; if it is a link, the link is, not its
+        target."""
         name, final = _checked(name, self.where), _checked(final, self.where)
         os.rename(name, final, src_dir_fd=self.descriptor, dst_dir_fd=target.descriptor)
 
@@ -167,7 +168,7 @@ class Directory:
         try:
             if not self.has_directory(name):
                 here, there = self.descriptor, target.descriptor
-                try:  # which never replaces anything
+                try:  # a hard link never replaces an entry
                     return os.link(name, final, src_dir_fd=here, dst_dir_fd=there, follow_symlinks=False)
                 except OSError as error:
                     if error.errno not in _NO_LINKS:
@@ -197,7 +198,7 @@ class Directory:
     # ------------------------------------------------------------------------------- sync and lock
 
     def sync(self) -> None:
-        """Put its entries on stable storage, if the file system can do that."""
+        """Put the entries of the directory on stable storage, if the file system can do that."""
         if not self._can_be_read:
             return
         try:
@@ -208,14 +209,14 @@ class Directory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the directory for one thread of one process at a time. There is no lock file that could be left over.
+        """Lock the directory for one thread of one process at a time. No lock file is made that could be left over.
 
-        Raise FileNotFoundError if the directory is no longer the one that its path leads to.
+        Raise FileNotFoundError if the path no longer leads to this directory.
         """
-        if not self._can_be_read:  # it cannot be locked, nor hold more than single files, which need no lock
+        if not self._can_be_read:  # it cannot be locked; only single files go there, which need no lock
             yield
             return
-        # Opened again: locks belong to open files, not to callers.
+        # Opened again, because a lock belongs to the open file: two threads with one descriptor would share it.
         with Closing(os.open(".", _OPEN, dir_fd=self.descriptor)) as descriptor:
             try:
                 lock(descriptor)
@@ -227,33 +228,34 @@ class Directory:
 
 
 def own_path(directory: Directory) -> Path:
-    """Return a path that leads to this very directory, whatever is given its name meanwhile; where the system has none,
-    the path by which it was opened. It must not be used when the directory is closed."""
+    """Return a path that leads to this very directory, even if another directory gets its name. Where the system has no
+    such path, return the path by which it was opened. Use it only while the directory is open."""
     path = Path(f"/proc/self/fd/{directory.descriptor}")
     return path if path.is_dir() else directory.path
 
 
 def set_mode(directory: Directory, name: str, mode: int) -> None:
-    """Set the permissions of a file or directory, and never those of a link's target."""
+    """Set the permissions of a file or directory, never of a link's target."""
     name, folder = _checked(name, directory.path), directory.descriptor
     try:
         with Closing(os.open(name, FILE, dir_fd=folder)) as descriptor:
             os.chmod(descriptor, mode)
-    except PermissionError:  # the umask lets nobody read it
+    except PermissionError:  # the umask makes it unreadable
         flags = getattr(os, "O_PATH", os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
         with Closing(os.open(name, flags, dir_fd=folder)) as descriptor:
-            os.chmod(f"/proc/self/fd/{descriptor}", mode)  # which is not permitted for a link
+            os.chmod(f"/proc/self/fd/{descriptor}", mode)  # not permitted for a link
 
 
 # ----------------------------------------------------------------------------------- remove everything
 
 
 def remove_opened(directory: Directory, name: str, inner: Directory) -> None:
-    """Remove everything in an open directory, and the directory if it still has this name. Links are not followed.
+    """Remove everything in an open directory, and the directory itself if it still has this name. Links are not
+    followed.
 
-    Raise OSError at a mount point, and at directories that are nested too deeply to be written by eformer; everything
-    that was not removed before stays. Anything else that has been given that name meanwhile stays. Another process may
-    remove the same at once.
+    Raise OSError at a mount point, and at directories that are nested more deeply than eformer nests them; the rest
+    stays then. Another entry that has got this name meanwhile stays, too. Another process may remove the same directory
+    at the same time.
     """
     for folder, entry, kind in _contents(inner):
         with suppress(FileNotFoundError):
@@ -271,17 +273,17 @@ def remove_entry(directory: Directory, name: str) -> None:
 
 
 def require_removable(directory: Directory, name: str) -> None:
-    """Raise the error that the removal of a directory would raise because of its contents."""
+    """Raise the error that removing a directory would raise because of its contents, and remove nothing."""
     with directory.enter(name) as inner:
         for _ in _contents(inner):
             pass
 
 
 def _contents(directory: Directory, depth: int = 0) -> Iterator[tuple[Directory, str, Kind]]:
-    """List everything below: each entry with the open directory that it is in, and after its own contents."""
+    """List everything below. Each entry comes with the open directory around it, and after its own contents."""
     for name, kind in directory.kinds().items():
         if kind == "directory":
-            # An error: another process has removed it.
+            # An error means that another process has removed it.
             with suppress(FileNotFoundError), directory.enter(name, depth) as inner:
                 yield from _contents(inner, depth + 1)
         yield directory, name, kind
@@ -291,10 +293,10 @@ def _contents(directory: Directory, depth: int = 0) -> Iterator[tuple[Directory,
 
 
 def open_inside(directory: Path, name: str) -> int:
-    """Open the regular file `name` in or below this directory, to which the caller's path leads.
+    """Open the regular file `name` in or below the directory at the caller's path.
 
-    Refuse a name or a link that leads out, a pipe or a device; never wait for one. Of what is outside nothing is
-    opened, not even to refuse it.
+    Refuse a name or a link that leads out, and a pipe or a device, without waiting for it. Nothing outside of the
+    directory is opened, not even to refuse it.
     """
     _checked(name, directory, "file", is_path=True)
     if "/" not in name:
@@ -309,7 +311,8 @@ def open_inside(directory: Path, name: str) -> int:
 
 
 def open_beneath(base: int, directory: Path | str, name: str, *, through_links: bool = True) -> int:
-    """Open the regular file `name` below `base`, this directory opened once: for loops over many files."""
+    """Open the regular file `name` below `base`, the open descriptor of `directory`. Meant for loops over many
+    files."""
     return _regular(_open(base, directory, name, FILE, through_links=through_links), f"{directory}/{name}")
 
 
@@ -330,10 +333,10 @@ def directory_inside(directory: Path, below: str) -> Path:
 
 
 def walk(directory: Path, below: str = "", levels: int = 0) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """List everything in a directory, or in one below it, by path; with `levels`, not more deeply than that.
+    """List everything in a directory, or in a directory below it, by path, at most `levels` deep.
 
-    Refuse a link at `below` that leads out. Other links are not followed, not even those that others put there
-    meanwhile. An entry has no path of its own, and is valid until the next. Raise FormatError if directories are nested
+    Refuse a link at `below` that leads out. No other link is followed, not even a link that appears during the listing.
+    An entry has no path of its own, and is valid until the next entry. Raise FormatError if directories are nested
     absurdly deep.
     """
     where = directory / below
@@ -353,7 +356,7 @@ def walk(directory: Path, below: str = "", levels: int = 0) -> Iterator[tuple[st
 
 
 def open_folder(directory: Path, below: str = "") -> int:
-    """Open a directory, or one below it. Refuse a link at `below` that leads out."""
+    """Open a directory, or a directory below it. Refuse a link at `below` that leads out."""
     if not below:
         return os.open(directory, _OPEN)
     with Closing(os.open(directory, ON_THE_WAY)) as base:
@@ -372,7 +375,8 @@ def kinds_of(descriptor: int) -> dict[str, Kind]:
 
 
 def _checked(name: str, directory: Path | str, kind: Kind = "file", *, is_path: bool = False) -> str:
-    """Return the name; refuse one that could lead out of the directory and, unless it `is_path`, one with slashes."""
+    """Return the name. Refuse a name that could lead out of the directory and, without `is_path`, a name with
+    slashes."""
     is_plain = name not in ("", ".", "..") and "\0" not in name
     if not (is_path and is_inside(name) if "/" in name else is_plain):
         raise FormatError(f"{name[:200]!r} is not the name of a {kind} in {directory}")
@@ -380,7 +384,8 @@ def _checked(name: str, directory: Path | str, kind: Kind = "file", *, is_path: 
 
 
 def _open(base: int, directory: Path | str, name: str, flags: int, *, through_links: bool = True) -> int:
-    """Open a file or a directory below another; through links only if they end there, or at a blob of a cache."""
+    """Open a file or a directory below a directory. Follow a link only if it ends below, or at a blob of Hugging Face's
+    cache."""
     _checked(name, directory, "directory" if flags == _FOLDER else "file", is_path=True)
     try:
         try:
@@ -398,7 +403,7 @@ def _open(base: int, directory: Path | str, name: str, flags: int, *, through_li
 
 
 def _open_end(base: int, real: str, end: str, flags: int) -> int:
-    """Open the end of a link. Links that others put on the way meanwhile are not followed."""
+    """Open the end of a link. Refuse links that appear on the way meanwhile."""
     if end.startswith(f"{real}/"):
         return open_below(base, end.removeprefix(f"{real}/"), flags)
     # The cache of Hugging Face keeps the files of snapshots/* in blobs/*.
@@ -410,7 +415,7 @@ def _open_end(base: int, real: str, end: str, flags: int) -> int:
 
 
 def _regular(descriptor: int, path: Path | str) -> int:
-    """Return the descriptor of a regular file; close anything else, and refuse it."""
+    """Return the descriptor if it is a regular file. Close and refuse anything else."""
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise FormatError(f"{path} is not a regular file")
@@ -421,7 +426,7 @@ def _regular(descriptor: int, path: Path | str) -> int:
 
 
 def _refusal(path: str, error: OSError) -> Exception:
-    """Return the error to raise: with the whole path, of which calls below a descriptor name only a part."""
+    """Return the error to raise, with the whole path: errors below a descriptor have only the name."""
     if error.errno == errno.ENXIO:
         return FormatError(f"{path} is not a regular file")
     if error.errno == errno.EXDEV:
@@ -432,7 +437,8 @@ def _refusal(path: str, error: OSError) -> Exception:
 
 
 class Closing(int):
-    """A descriptor that is closed at the end of a block: thousands of times, hence no generator."""
+    """Closes a descriptor at the end of a block. A class, because a generator takes longer and loops do this for each
+    file."""
 
     def __enter__(self) -> int:
         return self
@@ -443,13 +449,13 @@ class Closing(int):
 
 # ------------------------------------------------------------------------------------------- openat2
 
-_ONE_MOUNT, _THROUGH_NO_LINK, _BENEATH = 0x01, 0x04, 0x08  # _BENEATH: names such as ".." do not lead above it
+_ONE_MOUNT, _THROUGH_NO_LINK, _BENEATH = 0x01, 0x04, 0x08  # _BENEATH: ".." does not lead above the directory
 _OPENAT2 = 437  # the number of the system call (Linux 5.6), on every architecture
 _MISSING = {errno.ENOSYS, errno.EPERM, errno.EINVAL, errno.E2BIG}  # some containers forbid it
 
 
 def function_of_libc(name: str, *arguments: Any) -> Callable[..., int] | None:
-    """Return a function of the C library, with the types of its arguments; None if it has none of this name."""
+    """Return a function of the C library, with the types of its arguments; None if the library lacks it."""
     try:
         function: Callable[..., int] = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError):
@@ -464,7 +470,8 @@ _syscall = function_of_libc("syscall", *_ARGUMENTS) if sys.platform == "linux" e
 
 @cache
 def _how(flags: int, one_mount: bool) -> ctypes.Array[ctypes.c_uint64]:
-    """Return the struct open_how: the flags of `os.open`, the mode of a new file, and what may not be on the way."""
+    """Return the struct open_how: the flags of `os.open`, the mode of a new file, and the kinds of links and mounts to
+    refuse."""
     return (ctypes.c_uint64 * 3)(flags, 0, _THROUGH_NO_LINK | _BENEATH | (_ONE_MOUNT if one_mount else 0))
 
 
@@ -485,7 +492,7 @@ def open_below(base: int, path: str, flags: int, *, one_mount: bool = False) -> 
 
 
 def _open_step_by_step(base: int, path: str, flags: int, one_mount: bool) -> int:
-    """Open each name of the path in turn, without the system call."""
+    """Open each name of the path in turn, where the system lacks openat2."""
     *outer, last = path.split("/")
     mount = _mount_of(base) if one_mount else None
     inner = os.dup(base)
@@ -502,7 +509,7 @@ def _open_step_by_step(base: int, path: str, flags: int, one_mount: bool) -> int
 
 
 def _mount_of(descriptor: int) -> object:
-    """Return an identity of the mount. The device would not do: a bind mount has that of the original."""
+    """Return an identity of the mount. The device would not do, because a bind mount has the device of its original."""
     try:
         with open(f"/proc/self/fdinfo/{descriptor}", "rb") as file:
             return next(line for line in file if line.startswith(b"mnt_id:"))
@@ -514,7 +521,7 @@ def _mount_of(descriptor: int) -> object:
 
 
 def read_into(descriptor: int, memory: memoryview, offset: int) -> int:
-    """Fill `memory` from `offset` on. Return how many bytes there were: fewer only at the end of the file."""
+    """Fill `memory` from `offset` on. Return the number of bytes read, which is smaller only at the end of the file."""
     done = 0
     while done < len(memory):
         count = os.preadv(descriptor, [memory[done:]], offset + done)
@@ -534,9 +541,9 @@ def read_range(descriptor: int, offset: int, nbytes: int) -> bytes:
 
 
 def version_of(status: os.stat_result) -> Version:
-    """Return by what to know a file again, however its name and its inode are used later.
+    """Return a version that tells a file from any later file, even with the same name and inode.
 
-    The part after the last slash changes with the number of its links, too; the part before it only with its content.
+    The text after the last slash also changes with the number of links; the text before it only with the content.
     """
     return f"{status.st_dev}-{status.st_ino}-{status.st_size}-{status.st_mtime_ns}/{status.st_ctime_ns}"
 
@@ -550,7 +557,7 @@ def content_of(version: Version) -> str:
 
 
 def lock(descriptor: int, *, shared: bool = False) -> None:
-    """Wait for the lock of a file. Several may hold it `shared`; as long as one does, `try_lock` raises."""
+    """Wait for the lock of a file. Several descriptors may hold it `shared`; meanwhile `try_lock` raises."""
     try:
         # The caller closes the descriptor after any error, which releases the lock.
         let_through(partial(fcntl.flock, descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX))
@@ -568,6 +575,7 @@ def try_lock(descriptor: int) -> None:
 
 
 def unlock(descriptor: int) -> None:
-    """Release the lock of a file. Closing it is not enough: a child that was forked meanwhile holds the file, too."""
+    """Release the lock of a file. Closing the file is not enough, because a child that was forked meanwhile has it
+    open, too."""
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)

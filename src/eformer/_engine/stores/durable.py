@@ -39,7 +39,7 @@ _NO_SUCH_FLAG = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 
 
 def scratch_name() -> str:
-    """Return a name that nobody looks for."""
+    """Return a hidden name that no reader looks for."""
     return f".eformer-{secrets.token_hex(8)}.tmp"
 
 
@@ -48,7 +48,7 @@ def scratch_name() -> str:
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Open a new file that takes the place of `path` when the block ends well, and is removed when it does not.
+    """Open a new file that takes the place of `path` at the end of the block. After an error it is removed.
 
     Afterwards the bytes and the name are on stable storage. Parents are created. The permissions of an existing file
     are kept. A link is replaced by the file; its target stays as it is.
@@ -61,9 +61,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def replacing_in(directory: Directory, name: str) -> Iterator[IO[bytes]]:
-    """Open a new file that takes the place of `name` in an open directory when the block ends well.
+    """Open a new file that takes the place of `name` in an open directory at the end of the block.
 
-    It has a scratch name until then, and is locked, so that a later writer can tell whether this one is alive.
+    Until then it has a scratch name and is locked, so that a later writer can tell whether this writer is alive.
     """
     mode, is_done = replaceable_mode(directory, name), False
     while not is_done:
@@ -72,7 +72,7 @@ def replacing_in(directory: Directory, name: str) -> Iterator[IO[bytes]]:
             try:
                 lock(descriptor)
                 if os.fstat(descriptor).st_nlink == 0:
-                    continue  # swept between its creation and the lock
+                    continue  # another save swept it before it was locked
                 if mode is not None:
                     os.fchmod(descriptor, mode)
                 with open(descriptor, "wb", closefd=False) as file:
@@ -91,8 +91,8 @@ def replacing_in(directory: Directory, name: str) -> Iterator[IO[bytes]]:
 def replaceable_mode(directory: Directory, name: str) -> int | None:
     """Return the permissions for a file that replaces `name`; None for the default.
 
-    Refuse anything but a regular file. Permissions are taken over from a file of the same user alone: those of another
-    user could let that one write to the new file. Bits that make programs run as their owner are never kept.
+    Refuse anything but a regular file. Permissions are kept only from a file of the same user, because permissions of
+    another user's file could let that user write to the new file. Setuid and setgid bits are never kept.
     """
     status = directory.status(name)
     if status is None:
@@ -100,7 +100,7 @@ def replaceable_mode(directory: Directory, name: str) -> int | None:
     if is_link := stat.S_ISLNK(status.st_mode):
         try:
             status = os.stat(name, dir_fd=directory.descriptor)
-        except OSError:  # it leads nowhere
+        except OSError:  # a link to a missing file
             return None
     if not stat.S_ISREG(status.st_mode):  # a directory, a pipe, /dev/null
         raise OSError(errno.EINVAL, "Not a regular file", str(directory.path / name))
@@ -111,7 +111,8 @@ def replaceable_mode(directory: Directory, name: str) -> int | None:
 
 
 def make_directories(path: Path) -> None:
-    """Make a directory and its parents, durably: a new one only survives a crash if its parent was synced."""
+    """Make a directory and its parents, durably: each parent is synced, because a new directory only survives a crash
+    then."""
     missing = [p for p in (path, *path.parents) if not p.exists()]
     for directory in reversed(missing):
         directory.mkdir(exist_ok=True)
@@ -127,22 +128,22 @@ def sync_directory(path: Path) -> None:
 
 
 def write_all(descriptor: int, data: Any, offset: int) -> None:
-    """Write all bytes, and let the disk begin with large ones at once."""
+    """Write all bytes. Let the disk begin with large data immediately."""
     view = memoryview(data)
     start, nbytes = offset, len(view)
     while view:
         written = os.pwrite(descriptor, view, offset)
         view, offset = view[written:], offset + written
     if nbytes >= LARGE_WRITE and _sync_file_range:
-        # So that the sync at the end finds little to do. A hint: that sync reports errors.
+        # The sync at the end then finds little to do. This is a hint; that sync reports the errors.
         _sync_file_range(descriptor, start, nbytes, _START_WRITEBACK)
 
 
 def write_past_cache(descriptor: int, data: Any, offset: int) -> bool:
-    """Write all bytes without keeping them in the page cache. Return False if the file system cannot do that.
+    """Write all bytes without keeping them in the page cache. Return False if the file system cannot do this.
 
-    A save that is large beside the memory would push everything else out of the cache; and on a virtual machine, which
-    has to ask its host for the memory first, writing through it takes up to twice as long.
+    A save that is large beside the memory would push all other files out of the cache. On a virtual machine, which has
+    to ask its host for the memory first, writing through the cache also takes up to twice as long.
     """
     try:
         written = os.pwritev(descriptor, [data], offset, _RWF_DONTCACHE)
@@ -157,5 +158,5 @@ def write_past_cache(descriptor: int, data: Any, offset: int) -> bool:
 
 
 def sync_data(descriptor: int) -> None:
-    """Put the bytes of a file on stable storage, and its length."""
+    """Put the bytes and the length of a file on stable storage."""
     (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(descriptor)

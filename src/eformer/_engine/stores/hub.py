@@ -1,7 +1,8 @@
 """Models on the Hugging Face Hub, read through huggingface_hub: hf://org/model[@revision][/directory].
 
-A store reads one commit, which it finds out first, so that it never mixes two. Headers and a few rows are read by
-ranged requests; files that are needed as a whole come through the Hub's own cache, which other programs share.
+A store asks for the commit of the revision once and reads only that commit, so it never mixes two. Headers and a few
+rows are read by ranged requests. Files that are needed as a whole come through the Hub's own cache, which other
+programs share.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ _URL = re.compile(
     r"hf://(?P<model>[^/@]+/[^/@]+)(@(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]+))?(/(?P<path>.*))?"
 )
 
-# A file is downloaded as a whole if half of it is asked for, or an eighth of a large one, or this much at once.
+# A file is downloaded as a whole if half of it is asked for, or an eighth of a large file, or this much in one read.
 _SMALL_FILE = 16 * 2**20
 _LARGE_READ = 32 * 2**20
 _TIMEOUT = 60.0  # seconds without an answer
 
-_QUERY = re.compile(r"\?[^\s\"'<>]*")  # of a URL: it may carry a signature
+_QUERY = re.compile(r"\?[^\s\"'<>]*")  # the query of a URL, which may carry a signature
 
 
 def is_hub_url(path: str) -> bool:
@@ -47,7 +48,7 @@ def is_hub_url(path: str) -> bool:
 
 
 def hub_at(url: str) -> HubStore:
-    """Return the store of a model, or of a directory in it."""
+    """Return the store of a model, or of a directory of it."""
     found = _URL.fullmatch(url)
     if found is None or found["model"].startswith(("datasets/", "spaces/")):
         raise ValueError(
@@ -58,7 +59,7 @@ def hub_at(url: str) -> HubStore:
 
 
 def refuse_to_write(url: str) -> NoReturn:
-    """Raise the error for everything that would change a model."""
+    """Raise the error for any operation that would change a model."""
     raise io.UnsupportedOperation(_refusal(url))
 
 
@@ -85,13 +86,13 @@ class _Model:
 
     @property
     def url(self) -> str:
-        """The commit, once it is known, else what was asked for."""
+        """Return a URL with the commit, or with the given revision until the commit is known."""
         revision = self._commit or self._revision
         return f"hf://{self.name}@{revision}" if revision else f"hf://{self.name}"
 
     @property
     def listing(self) -> Listing:
-        """The files of the commit that the revision was when it was first asked for, by whichever thread."""
+        """Return the files of the commit. The first call, from any thread, finds the commit of the revision."""
         with self._lock:
             if self._listing is None:
                 api = _library().HfApi()
@@ -101,7 +102,8 @@ class _Model:
                     self._commit = str(info.sha)
                 with self._explained("list its files", ""):
                     found = api.list_repo_tree(self.name, recursive=True, revision=self._commit)
-                    files = {entry.path: entry for entry in found if hasattr(entry, "size")}  # no directories
+                    # Directories have no size.
+                    files = {entry.path: entry for entry in found if hasattr(entry, "size")}
                 self.versions = {path: f.lfs.sha256 if f.lfs else f.blob_id for path, f in files.items()}
                 self._listing = Listing({path: file.size for path, file in files.items()})
             return self._listing
@@ -123,19 +125,19 @@ class _Model:
             return _first_of(answer.iter_bytes(), 0 if answer.status_code == 206 else start, nbytes)
 
     def downloaded(self, name: str) -> Path | None:
-        """Return where the Hub's cache has a file already."""
+        """Return the path of a file in the Hub's cache; None if the cache lacks it."""
         found = _library().try_to_load_from_cache(self.name, name, revision=self._commit)
         return Path(os.path.realpath(found)) if isinstance(found, str) else None
 
     def download(self, name: str) -> Path:
-        """Return where a file is in the Hub's cache, after it is there."""
+        """Download a file into the Hub's cache, and return its path."""
         with self._explained("download it", name):
             download = partial(_library().hf_hub_download, self.name, name, revision=self._commit)
             return Path(os.path.realpath(let_through(download)))
 
     @contextmanager
     def _explained(self, operation: str, name: str) -> Iterator[None]:
-        """Turn errors of huggingface_hub into built-in ones that name the model. None of them shows a secret."""
+        """Turn errors of huggingface_hub into built-in errors that name the model and show no secret."""
         errors = _library(".errors")
         where = f"{self.url}/{name}" if name else self.url
         login = "if it is private or gated, ask for access, and log in by `hf auth login` or set HF_TOKEN"
@@ -144,7 +146,7 @@ class _Model:
         except errors.GatedRepoError:
             raise PermissionError(f"{where}: the Hub refuses to {operation}; {login}") from None
         except errors.RepositoryNotFoundError:
-            raise NotFoundError(f"{where}: there is no such model on the Hub; {login}") from None
+            raise NotFoundError(f"{where}: the Hub has no such model; {login}") from None
         except errors.RevisionNotFoundError:
             raise NotFoundError(f"{where}: the model has no such revision") from None
         except errors.EntryNotFoundError:
@@ -155,11 +157,11 @@ class _Model:
             ) from None
         except (OSError, errors.HTTPError) as error:
             text = _QUERY.sub("?...", str(error))
-            raise OSError(f"{where}: to {operation} on the Hub failed: {text}") from None
+            raise OSError(f"{where}: the request to {operation} on the Hub failed: {text}") from None
 
 
 def _first_of(chunks: Iterable[bytes], skipped: int, nbytes: int) -> bytes:
-    """Return some bytes of an answer, and read no more of it: a server may ignore ranges."""
+    """Return the first bytes of an answer, and read no more of it, because a server may ignore ranges."""
     found = bytearray()
     for chunk in chunks:
         found += chunk[skipped:]
@@ -175,7 +177,7 @@ def _first_of(chunks: Iterable[bytes], skipped: int, nbytes: int) -> bytes:
 class HubStore(ListedStore):
     """A directory of a model, at one commit."""
 
-    read_bytes = 64 * 2**20  # of a file that is on this machine by then
+    read_bytes = 64 * 2**20  # a file of which so much is read is on this machine by then
     read_threads = 16
 
     def __init__(self, model: _Model, path: str) -> None:
@@ -226,7 +228,7 @@ class HubFiles(UnchangingFiles):
 
 
 class _HubFile:
-    """A file that is read by ranged requests as long as little of it is wanted."""
+    """A file that is read by ranged requests, and downloaded once much of it is wanted."""
 
     def __init__(self, model: _Model, name: str) -> None:
         self._model, self._name, self.nbytes = model, name, model.listing.sizes[name]
@@ -258,7 +260,7 @@ class _HubFile:
         return wanted >= _LARGE_READ or self._asked * part >= self.nbytes
 
     def on_this_machine(self) -> LocalFiles:
-        """Return the file in the Hub's cache, after it is there."""
+        """Return the file in the Hub's cache, downloaded first if need be."""
         with self._lock:
             if self._local is None:
                 self._open(self._model.download(self._name))
@@ -268,7 +270,7 @@ class _HubFile:
     def _open(self, path: Path) -> None:
         files = LocalFiles(path.parent, [path.name])
         if files.nbytes(0) != self.nbytes:
-            raise OSError(f"{path} has {files.nbytes(0)} bytes, but {self.nbytes} on the Hub; remove it")
+            raise OSError(f"{path} is {files.nbytes(0)} bytes long, and {self.nbytes} on the Hub; remove it")
         self._local = files
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Finish or undo the saves of writers that died, on this machine.
 
-An upload that moves whole directories says so first, in a journal in its scratch directory. Whoever comes later knows
-by its lock whether the writer is alive, and by the index whether the save was committed.
+Before an upload moves whole directories, it lists them in a journal in its scratch directory. The lock of that
+directory tells a later save whether the writer is alive, and the index tells it whether the dead save was committed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _MOST_JOURNAL = 2**27  # bytes
 
 
 class Journal(msgspec.Struct, frozen=True):
-    """The directories that a save moves into place and the ones it replaces, for whoever has to finish or undo it."""
+    """The directories that a save moves into place, and the directories that it replaces, for a later save that has to
+    finish or undo it."""
 
     save_id: str
     new: tuple[Moved, ...]
@@ -50,7 +51,8 @@ def make_journal(
     replaced: Sequence[Replaced],
     unmarked: Sequence[str] | None,
 ) -> Journal:
-    """Identify the directories of `data` that are about to be moved, and those of `place` that they replace."""
+    """Identify the directories of `data` that are about to be moved, and the directories of `place` that they
+    replace."""
     mark = save_id if unmarked is None else ""
     new = tuple(_moved(data, name, final, mark, unmarked or ()) for name, final in moves.items())
     old = tuple(filter(None, (_replaced(place, one) for one in replaced)))
@@ -67,8 +69,8 @@ def _moved(data: Directory, name: str, final: str, mark: str, unmarked: Sequence
 
 
 def _replaced(place: Directory, replaced: Replaced) -> Moved | None:
-    """Identify a directory that is replaced; of another program's, only the arrays that are as the index lists
-    them."""
+    """Identify a directory that is replaced. In a directory of another program, identify only arrays that match the
+    index."""
     try:
         with place.enter(replaced.name) as top:
             inode = os.fstat(top.descriptor).st_ino
@@ -80,14 +82,14 @@ def _replaced(place: Directory, replaced: Replaced) -> Moved | None:
     described = (
         _described(place, file := f"{path}/{ZARRAY}", file, shape) for path, shape in replaced.arrays
     )
-    return Moved(replaced.name, inode, replaced.mark, tuple(filter(None, described)))
+    return Moved(replaced.name, inode, replaced.save_id, tuple(filter(None, described)))
 
 
 def _described(
     directory: Directory, path: str, final: str, shape: Sequence[int] | None = None
 ) -> Described | None:
-    """Identify the file that describes an array or a database, unless a link leads there, or the array has another
-    shape."""
+    """Identify the file that describes an array or a database. Return None if a link leads there, or the array has
+    another shape."""
     outer, _, name = path.rpartition("/")
     try:
         with directory.enter(outer) if outer else nullcontext(directory) as folder:
@@ -103,11 +105,11 @@ def _described(
 # --------------------------------------------------------------------------------------------- sweep
 
 
-def sweep(place: Directory, committed: Container[str] | None = None, *, but: str = "") -> None:
-    """Remove the scratch files and directories of dead writers, `but` not this one. Finish the saves in `committed`,
-    and undo all others.
+def sweep_dead(place: Directory, committed: Container[str] | None = None, *, but: str = "") -> None:
+    """Remove the scratch files and directories of dead writers, except for `but`. Finish the saves in `committed`, and
+    undo all other saves.
 
-    Without `committed` no index here knows of them: leave those that may have published something.
+    Without `committed` no index tells which saves were committed. Then leave scratch directories with a journal.
     """
     with suppress(OSError):  # the directory cannot be listed
         for name, kind in place.kinds().items():
@@ -121,56 +123,58 @@ def sweep(place: Directory, committed: Container[str] | None = None, *, but: str
 
 def _remove_if_dead(place: Directory, name: str) -> None:
     """Remove a scratch file unless its writer is alive."""
-    # An error: its writer is alive and holds the lock, or has just removed it.
+    # An error means that its writer is alive and holds the lock, or has just removed it.
     with suppress(OSError), Closing(os.open(name, FILE, dir_fd=place.descriptor)) as descriptor:
         try_lock(descriptor)
         place.unlink(name)
 
 
 def _sweep(place: Directory, name: str, committed: Container[str] | None) -> None:
-    with suppress(OSError), place.enter(name) as scratch:  # unless its writer has just removed it
+    with suppress(OSError), place.enter(name) as scratch:  # fails if its writer has just removed it
         try_lock(scratch.descriptor)  # raises if the writer is alive
         if committed is None and scratch.status(JOURNAL):
             return
         if not is_scratch(scratch):
             logger.warning(
-                "%s was not removed: it is named like the scratch directory of a save, but has something else in it",
+                "%s was not removed: it is named like the scratch directory of a save, but holds other files",
                 scratch.path,
             )
             return
         journal, owner = read_journal(scratch)
-        carry_out(place, journal, committed, owner)
+        settle(place, journal, committed, owner)
         remove_opened(place, name, scratch)
 
 
 def is_scratch(folder: Directory) -> bool:
-    """Tell whether a directory has nothing in it that the scratch directory of a save does not have, except links.
+    """Tell whether a directory has only entries that the scratch directory of a save may have, or links.
 
-    The name alone does not say so. Whoever may rename a directory, but not remove what is in it, could have that done
-    by the next save.
+    The name alone does not tell. A user who may rename a directory, but not remove its contents, could otherwise let
+    the next save remove them.
     """
     return all(kind == "other" or name in _OF_SCRATCH for name, kind in folder.kinds().items())
 
 
 def read_journal(scratch: Directory) -> tuple[Journal | None, int | None]:
-    """Read the journal, and return the number of the user who wrote it; None for one whom this process may trust."""
+    """Read the journal. Return it, and the number of the user that wrote it; None for a trusted user (this one, or
+    root)."""
     try:
         data, owner = scratch.read(JOURNAL, _MOST_JOURNAL)
         return json_decoder(Journal).decode(data), None if owner in (0, os.geteuid()) else owner
-    except (FileNotFoundError, FormatError, *MALFORMED_JSON):  # it died before it had one: nothing was moved
+    except (FileNotFoundError, FormatError, *MALFORMED_JSON):
+        # The writer died before it wrote a journal, so it has moved nothing.
         return None, None
 
 
-def carry_out(
+def settle(
     place: Directory,
     journal: Journal | None,
     committed: Container[str] | None,
     owner: int | None = None,
 ) -> None:
-    """Remove the new directories of a save that is not in `committed`, or else the old ones.
+    """Remove the replaced directories of a save in `committed`, or the new directories of any other save.
 
-    Old directories with a mark are removed in either case: other saves have committed since. Without `committed` only
-    the new ones are. With an `owner`, who wrote the journal, only what belongs to that user is removed.
+    Replaced directories with a mark are removed in either case, unless the index still names them. Without `committed`,
+    remove only the new directories. With an `owner`, the writer of the journal, remove only files of that user.
     """
     if journal is None:
         return
@@ -181,5 +185,5 @@ def carry_out(
     else:
         doomed = (*journal.new, *(moved for moved in journal.old if moved.mark))
     for moved in doomed:
-        if committed is None or moved.mark not in committed:  # the index knows it, whatever the journal says
+        if committed is None or moved.mark not in committed:  # the index decides, whatever the journal says
             remove_moved(place, moved, owner)

@@ -26,7 +26,7 @@ _HOW = (
     "make a pair by `openssl genpkey -algorithm ed25519 -out private.pem` and "
     "`openssl pkey -in private.pem -pubout -out public.pem`"
 )
-_DER = bytes.fromhex("302a300506032b6570032100")  # what precedes the 32 bytes of a public key
+_DER = bytes.fromhex("302a300506032b6570032100")  # DER before the 32 bytes of a public key
 
 
 def _library(part: str) -> Any:
@@ -72,7 +72,7 @@ def public_key(key: Key) -> PublicKey:
     data, origin = _pem(key)
     serialization = _library("hazmat.primitives.serialization")
     if b"PRIVATE KEY" in data:
-        raise SignatureError(f"{origin} is a private key, and here a public one is needed; {_HOW}")
+        raise SignatureError(f"{origin} is a private key, expected a public key; {_HOW}")
     try:
         found = serialization.load_pem_public_key(data)
     except (ValueError, TypeError, _library("exceptions").UnsupportedAlgorithm) as error:
@@ -83,11 +83,11 @@ def public_key(key: Key) -> PublicKey:
 
 
 def private_key(key: Key, password: str | Callable[[], str] | None = None) -> PrivateKey:
-    """Read a private key: PEM, PKCS 8. A function is asked for the password if the key needs one."""
+    """Read a private key: PEM, PKCS 8. If the key is encrypted, `password` or its result is the password."""
     data, origin = _pem(key)
     serialization = _library("hazmat.primitives.serialization")
     if b"PUBLIC KEY" in data:
-        raise SignatureError(f"{origin} is a public key, and signing needs the private one; {_HOW}")
+        raise SignatureError(f"{origin} is a public key, expected the private key; {_HOW}")
     secret = _password(password, origin) if b"ENCRYPTED" in data else None
     try:
         found = serialization.load_pem_private_key(data, secret)
@@ -109,7 +109,7 @@ def _password(given: str | Callable[[], str] | None, origin: str) -> bytes:
 
 
 def _pem(key: Key) -> tuple[bytes, str]:
-    """Return the content of a key, and what to call it in messages."""
+    """Return the content of a key, and its name for messages."""
     if isinstance(key, bytes):
         return key, "the key"
     path = Path(local_path(key))

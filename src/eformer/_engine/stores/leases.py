@@ -1,10 +1,11 @@
-"""Tell living saves from dead ones in a bucket, and remove what the dead have left.
+"""Tell living saves from dead saves in a bucket, and remove the objects of dead saves.
 
-A save puts a lease before its first object, renews it, and removes it at its end. A lease that was not renewed for long
-is that of a dead save, by the clock of the server alone. Being wrong about that may cost a save, never a checkpoint:
-before an object is removed, the index says that its save is dead, and no commit of a dead save succeeds.
+A save puts a lease before its first object, renews it every minute, and removes it at its end. A save is taken for dead
+if its lease was not renewed for 15 minutes, by the clock of the server alone. A mistake may cost a save, never a
+checkpoint: before an object is removed, the index says that its save is dead, and no commit of a dead save succeeds.
 
-What a commit replaces gets a lease, too, so that readers can finish before it is removed by a later save.
+Data that a commit replaces gets a lease, too. A later save removes the data after that lease has run out, so readers
+have time to finish.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from eformer._engine.record.manifest import CommitLog
 from eformer._engine.stores.objects import is_thread_of_requests
 from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.deadline import clearing_up
-from eformer.errors import SupersededError
+from eformer.errors import LeaseLostError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -33,9 +34,10 @@ LEASES = ".eformer-leases"
 
 LEASE = 900.0  # seconds
 _HEARTBEAT = 60.0
-_MOST_AGE = 24 * 3600.0  # of a save
-DEAD_FOR = dt.timedelta(hours=48)  # twice as long as a save may take: then nobody can commit it any more
-_DONE = 64
+# Seconds. An older save does not commit, because the index may have dropped it from its list of dead saves.
+_MOST_AGE = 24 * 3600.0
+DEAD_FOR = dt.timedelta(hours=48)  # twice as long as a save may take; after that it cannot commit
+_DONE = 64  # saves that an index lists as committed; a save whose answer was lost looks for itself there
 
 _PAUSE = 0.5  # seconds
 
@@ -43,7 +45,7 @@ _ID = re.compile(r"\.([0-9a-f]{16})(?![0-9a-f])")
 
 
 class Renewed:
-    """An object that is put again and again, until it is stopped or its process dies."""
+    """A lease: an object that a thread puts every minute, until it is stopped or its process dies."""
 
     def __init__(self, objects: Objects, key: str) -> None:
         self._objects, self.key = objects, key
@@ -55,13 +57,14 @@ class Renewed:
         threading.Thread(target=self._keep_renewing, name="eformer-lease", daemon=True).start()
 
     def renew(self) -> dt.datetime:
-        """Return the server's time."""
+        """Put the lease now, and return the server's time."""
         self._put()
         return self._objects.head(self.key).modified
 
     def _keep_renewing(self) -> None:
+        # `_renewing` is held during a put, so that `end` deletes the lease after the last put has arrived.
         while not self._is_over.wait(_HEARTBEAT):
-            with self._renewing, suppress(OSError):  # the next one may succeed, or the lease runs out
+            with self._renewing, suppress(OSError):  # the next try may succeed; else the lease runs out
                 if not self._is_over.is_set():
                     self._put()
 
@@ -80,18 +83,18 @@ class Renewed:
 
     def end(self) -> None:
         self.stop()
-        if is_thread_of_requests():  # it may not wait for anybody; the lease runs out
+        if is_thread_of_requests():  # it may not wait for a request; the lease runs out
             return
-        with self._renewing:  # a lease that is on its way would arrive after its removal
+        with self._renewing:  # a renewal that is under way would arrive after the removal
             self._objects.delete([self.key])
 
 
 class Leases:
-    """The leases of a directory, seen from one save. In the order of calls: `look`, `log`, `require`, `retire`, and
+    """The leases of a directory, seen from one save. The order of calls is `look`, `log`, `require`, `retire`, and
     `finish` once the index is in place.
 
-    The lease of a save is called by its id. That of what another save replaces is called by both ids: whoever removes
-    one has seen it run out, and never removes one that is newer.
+    The lease of a save is named `<id>`. Data that a save replaces gets a lease `<old id>.<new id>`. Every lease has a
+    name of its own, so a sweep only deletes leases that it has seen expire, never newer ones.
     """
 
     def __init__(self, objects: Objects, path: str, own: str) -> None:
@@ -107,12 +110,13 @@ class Leases:
         return f"{self._path}/{LEASES}/{name}"
 
     def look(self) -> None:
-        """Find the saves all of whose leases have run out."""
+        """Find the expired saves: all leases of each have run out."""
         leases: dict[str, list[Object]] = {}
         for entry in self._list():
             if kind_of(entry) in ("save", "replaced"):
                 leases.setdefault(name_of(entry).partition(".")[0], []).append(entry)
         leases.pop(self._own, None)
+        # The server's time of the own lease, just put: clocks of other machines are not compared.
         self._now = now = self.lease.renew() if leases else None
         self._expired = {
             save_id: [entry.key for entry in entries]
@@ -121,7 +125,8 @@ class Leases:
         }
 
     def _list(self) -> list[Object]:
-        """List the leases. Whoever removes the index is waited for: the removal has no condition."""
+        """List the leases. Wait for a removal of the index to end or to expire, because its deletion has no condition
+        and could hit the next index."""
         while True:
             entries = list(self._objects.list(self._key("")))
             removals = [entry for entry in entries if kind_of(entry) == "removal"]
@@ -132,15 +137,16 @@ class Leases:
             interrupts.check()
 
     def log(self, before: Manifest, after: Manifest) -> CommitLog:
-        """Return what the next index says of saves: which are done, and what is dead.
+        """Return the log for the next index: the saves that are done, and the dead saves and files.
 
-        Raise SupersededError if this save is dead, or would name something that is.
+        Raise LeaseLostError if this save is dead, or would name dead files.
         """
         said, was, named = before.log or CommitLog(), before.names(), after.names()
         self._refuse_dead(said, named - was)
-        if self._objects.is_unconditional:  # nobody can be barred: only what was replaced may go
+        if self._objects.is_unconditional:  # the server cannot bar a save: only replaced data may go
             self._expired = {i: leases for i, leases in self._expired.items() if i in said.done}
         self._replaced = ids_in(was - named)
+        # A save whose files the next index names is not barred as a whole, only by its other files, below.
         self._dead = set(self._expired) - ids_in(named)
         if partly := set(self._expired) - self._dead:
             files = map(name_of, self._objects.children(self._path)[1])
@@ -148,40 +154,41 @@ class Leases:
         return next_log(said, self._dead, self._now, done=(self._own, *said.done)[:_DONE])
 
     def _refuse_dead(self, said: CommitLog, new: set[str]) -> None:
-        """Raise if the index bars what this save would make it name, itself or what it has kept of others; or may have
-        barred it so long ago that it does not say so any more."""
+        """Raise if the index bars this save or a file that it reuses, or may have barred this save so long ago that its
+        log has dropped it."""
         if said.dead.keys() & {self._own, *new, *ids_in(new)} or _age(self._began) > _MOST_AGE:
-            raise self._superseded()
+            raise self._lost()
 
     def require(self, key: str) -> None:
-        """Raise if an object is gone that this save did not put: of another process, or of an earlier save."""
+        """Raise if an object is gone that another process or an earlier save has put."""
         if self._objects.find(key) is None:
-            raise self._superseded()
+            raise self._lost()
 
-    def _superseded(self) -> SupersededError:
-        return SupersededError(
-            f"{self._objects.path_to(self._path)}: this save took so long that another one has removed its files, or "
-            "those that it uses again; save again"
+    def _lost(self) -> LeaseLostError:
+        return LeaseLostError(
+            f"{self._objects.path_to(self._path)}: this save took so long that another save has removed its files or "
+            "files that it reuses; save again"
         )
 
     def retire(self) -> None:
-        """Give what is replaced a lease, from which on it stays for a while."""
+        """Put leases for the replaced data, which stays until they run out."""
         for save_id in self._replaced:
             self._objects.put(self._key(f"{save_id}.{self._own}"), b"{}")
 
     def finish(self) -> None:
-        """Remove what is dead, and then the leases that told so: the index has barred it."""
+        """Remove dead objects, which the new index bars, and then the expired leases. In this order a sweep that dies
+        in between leaves the leases, by which a later sweep finds the rest."""
         if self._expired:
             self._objects.delete(self._keys(self._dead))
             self._objects.delete(key for keys in self._expired.values() for key in keys)
 
     def remove_own(self) -> None:
-        """Remove the objects of this save, which will not be committed."""
+        """Remove the objects of this save, which has failed."""
         self._objects.delete(self._keys({self._own}))
 
     def _keys(self, dead: set[str]) -> Iterator[str]:
-        """List the objects of these names, and those of these saves: the ids are in their names, or in those of the
-        directories that they are in."""
+        """List the objects of dead saves and dead names. The id of a save is in the name of an object or of its
+        directory."""
         if not dead:
             return
         directories, files = self._objects.children(self._path)
@@ -206,8 +213,8 @@ def next_log(
     done: tuple[str, ...],
     gone: bool = False,
 ) -> CommitLog:
-    """Return what the next index says of saves: it bars the `dead`, too, and leaves out saves that were barred so long
-    ago that they are over. Without a time, no save is dead now."""
+    """Return the log for the next index. It also bars the `dead`, and drops saves that were barred so long ago that
+    they are over. Without the server's time (`now` is None), no save is added."""
     barred = said.dead
     if now is not None:
         barred = still_dead(said.dead, now) | dict.fromkeys(dead, now.isoformat(timespec="seconds"))
@@ -219,7 +226,7 @@ def still_dead(dead: dict[str, str], now: dt.datetime) -> dict[str, str]:
 
 
 def _is_recent(at: str, now: dt.datetime) -> bool:
-    """Tell whether a save was given up lately. One that was at a time that makes no sense stays barred."""
+    """Tell whether a save was barred in the last 48 hours. If the time cannot be parsed, it stays barred."""
     try:
         return now - dt.datetime.fromisoformat(at) < DEAD_FOR
     except (ValueError, TypeError):
@@ -227,7 +234,7 @@ def _is_recent(at: str, now: dt.datetime) -> bool:
 
 
 def _now() -> tuple[float, float]:
-    """Return the time by two clocks: one stands still while the machine sleeps, the other can be set."""
+    """Return the time by two clocks: the first stands still while the machine sleeps, the second can be set."""
     return time.monotonic(), time.time()
 
 
@@ -239,19 +246,20 @@ def _age(began: tuple[float, float]) -> float:
 
 
 def require_conditions(objects: Objects, path: str) -> None:
-    """Raise if the server does not honour conditions."""
+    """Raise ValueError if the server does not honour conditions."""
     objects.require_conditions(f"{path}/{LEASES}/{secrets.token_hex(8)}")
 
 
 @contextmanager
 def leased(objects: Objects, path: str, kind: Literal["hold", "removal"]) -> Iterator[Renewed]:
-    """Keep a checkpoint from being removed, or saves from committing while the index is."""
+    """Hold a lease that blocks the removal of a checkpoint ("hold"), or commits during a removal of the index
+    ("removal")."""
     lease = Renewed(objects, f"{path}/{LEASES}/{kind}-{secrets.token_hex(8)}")
     lease.begin()
     try:
         yield lease
     finally:
-        with suppress(OSError), clearing_up():  # else it runs out
+        with suppress(OSError), clearing_up():  # the lease runs out by itself
             lease.end()
 
 
@@ -265,7 +273,7 @@ def is_late(lease: Object, now: dt.datetime) -> bool:
 
 
 def kind_of(lease: Object) -> Literal["save", "replaced", "hold", "removal"]:
-    """Tell whose lease this is: of a save, of what another save has replaced, of a reader, or of a removal."""
+    """Return the kind of a lease: of a save, of replaced data, of a reader, or of a removal."""
     name = name_of(lease)
     if name.startswith("hold-"):
         return "hold"

@@ -1,4 +1,4 @@
-"""Stores whose files are all known, with their lengths, before one of them is read. They are only read."""
+"""Read-only stores whose files are all known, with their lengths, before the first is read."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 
 class Listing:
-    """The lengths of files by path, which the stores of all directories of one place share."""
+    """The lengths of files by path. The stores of all directories of one place share it."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self.sizes, self._paths = sizes, sorted(sizes)
 
     def below(self, start: str) -> dict[str, int]:
-        """Return the files whose paths begin so, by the rest of the path."""
+        """Return the files in a directory, by the rest of their paths."""
         paths = islice(self._paths, bisect_left(self._paths, start), None)
         found = takewhile(lambda path: path.startswith(start), paths)
         return {path.removeprefix(start): self.sizes[path] for path in found}
 
 
 class ListedStore:
-    """A directory of listed files, which is only read; `_path` leads to it from the top. `refusal` says so when a save
+    """A read-only directory of listed files. `_path` leads to it from the top. `refusal` is the message when a save
     begins, and what to do."""
 
     url: str
@@ -54,7 +54,7 @@ class ListedStore:
         raise NotImplementedError
 
     def _version(self, path: str) -> Version:
-        """Return the version of a listed file that the next read is of."""
+        """Return the version of a listed file that the next read will have."""
         raise NotImplementedError
 
     def _enter(self, path: str) -> None:
@@ -86,7 +86,7 @@ class ListedStore:
             name, slash, _ = path.partition("/")
             kinds[name] = "directory" if slash else "file"
         if not kinds:
-            raise FileNotFoundError(f"there are no files in {self.path_to(below) if below else self.url}")
+            raise FileNotFoundError(f"no files are in {self.path_to(below) if below else self.url}")
         return dict(sorted(kinds.items()))
 
     def sizes(self, below: str, depth: int = 1) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Checkpoints in directories of this machine: read without leaving them, and asked for what only a disk has."""
+"""Checkpoints in directories of this machine: read them without leaving them, and use features that only a disk has."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from eformer._engine.stores.directory import (
     walk,
 )
 from eformer._engine.stores.durable import replaceable_mode
-from eformer._engine.stores.journal import sweep
+from eformer._engine.stores.journal import sweep_dead
 from eformer._engine.stores.local_files import LocalFiles
 from eformer._engine.stores.local_upload import LocalUpload
 from eformer._engine.stores.scratch import Scratch
@@ -39,13 +39,14 @@ _ALL_DEPTHS = 1000
 class LocalStore:
     """A directory of this machine.
 
-    A file of it may be a link to another file in it or below it or, in a snapshot of Hugging Face's cache, to
-    ../../blobs, where that keeps the files. Links anywhere else are refused, and nothing there is opened.
+    A file may be a link that ends in or below the directory. In a snapshot of Hugging Face's cache it may also end in
+    ../../blobs, where that cache keeps its files. Other links are refused, and their targets are not opened.
     """
 
     most_path_bytes = 4095
     read_threads = default_threads()
-    read_bytes = 4 * 2**20  # one system call's worth: enough for the disk, and still in the processor's cache
+    # For one system call: enough for the disk, and small enough for the processor's cache.
+    read_bytes = 4 * 2**20
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -113,12 +114,12 @@ class LocalStore:
 
 
 def on_disk(store: Store) -> Path | None:
-    """Return the path of a store that is a directory of this machine; None for any other."""
+    """Return the path of a store that is a directory of this machine; None for any other store."""
     return store.path if isinstance(store, LocalStore) else None
 
 
 def is_there(store: Store) -> bool:
-    """Tell whether a store is a directory: one that exists, or a prefix that objects have."""
+    """Tell whether a store is an existing directory, or a prefix of objects."""
     if (place := on_disk(store)) is not None:
         return place.is_dir()
     try:
@@ -128,8 +129,8 @@ def is_there(store: Store) -> bool:
 
 
 def resolved(store: Store, name: str = "") -> tuple[Store, str]:
-    """Follow a link that the caller named. Return the store and the name of the file itself, or the store without links
-    on the way to it."""
+    """Follow a link at the caller's path. Return the store and the name of its target, or the store by a path without
+    links."""
     if (place := on_disk(store)) is None:
         return store, name
     real = Path(os.path.realpath(place / name))
@@ -137,15 +138,15 @@ def resolved(store: Store, name: str = "") -> tuple[Store, str]:
 
 
 def check_replaceable(store: Store, name: str) -> None:
-    """Raise OSError if something is there that a file cannot replace: a directory, a pipe, a device."""
+    """Raise OSError if the name belongs to a directory, a pipe or a device, which a file cannot replace."""
     if (place := on_disk(store)) is not None:
         with Directory.open(place) as directory:
             replaceable_mode(directory, name)
 
 
 def usage(store: Store, names: Sequence[str]) -> dict[str, int]:
-    """Return how many bytes each file takes, and each directory with all that is in it. A file with several names
-    counts for the first of them."""
+    """Return the bytes that each file takes on the disk, and each directory with its contents. A file with several
+    names counts for the first name."""
     found = dict.fromkeys(names, 0)
     if (place := on_disk(store)) is None:
         for path, nbytes in store.sizes("", _ALL_DEPTHS).items():
@@ -154,7 +155,7 @@ def usage(store: Store, names: Sequence[str]) -> dict[str, int]:
         return found
     seen = set()
     for name in names:
-        with suppress(FileNotFoundError):  # somebody removes it
+        with suppress(FileNotFoundError):  # another process removes it meanwhile
             for status in _statuses(place / name):
                 identity = (status.st_dev, status.st_ino)
                 if stat.S_ISREG(status.st_mode) and identity not in seen:
@@ -174,17 +175,17 @@ def _statuses(top: Path) -> Iterator[os.stat_result]:
 
 @contextmanager
 def appearing(path: Path) -> Iterator[Path]:
-    """Yield a path for a new file or directory, which is at `path` when the block ends well and gone when it does
-    not."""
+    """Yield a scratch path for a new file or directory. It gets the name `path` at the end of the block, and is removed
+    after an error."""
     with Directory.open(path.parent) as place:
-        sweep(place)  # remains of others that died
+        sweep_dead(place)  # remains of dead writers
     with Scratch(path.parent) as scratch:
         data, place, name = scratch.data, scratch.place, path.name
         yield own_path(data) / name
         data.put(name, place, name)
         try:
             place.sync()
-        except OSError:  # it may not survive a crash, so it is not to be seen
+        except OSError:  # it may not survive a crash, so it must not become visible
             if place.has_directory(name):
                 place.rename(name, data, name)
             else:

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("eformer")
 
 _MOST_DEPTH = 64
-_MUCH = 2**30  # bytes: then it is said aloud
+_MUCH = 2**30  # bytes; larger copies are logged as a warning
 
 
 class LocalCopy:
-    """A directory for temporary files, which is removed when nothing refers to this object any more."""
+    """A directory for temporary files, which is removed once no reference to this object is left."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,19 +36,19 @@ class LocalCopy:
 
 
 def copy_of(store: Store, below: str = "") -> LocalCopy:
-    """Copy the files of a directory of the store, several at once. They are removed with the object that is returned.
+    """Copy the files of a directory of the store, several at a time. They are removed with the returned object.
 
-    Raise OSError if the disk has not enough room for them.
+    Raise OSError if the disk has too little room for them.
     """
     sizes = store.sizes(below, _MOST_DEPTH)
     url = store.path_to(below) if below else store.url
     if not sizes:
-        raise FileNotFoundError(f"there are no files in {url}")
+        raise FileNotFoundError(f"no files are in {url}")
     total, where = sum(sizes.values()), tempfile.gettempdir()
     if total > (free := shutil.disk_usage(where).free):
         raise OSError(
             errno.ENOSPC,
-            f"{url} has to be copied to this machine to be read; {size(total)} are needed and {size(free)} are free. "
+            f"{url} has to be copied to this machine to be read; that needs {size(total)}, and {size(free)} are free. "
             "Set TMPDIR to a directory with more room",
             where,
         )

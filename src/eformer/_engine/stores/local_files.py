@@ -35,14 +35,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("eformer")
 
-_WORTH_MAPPING = 2**16  # bytes; fewer are read as fast as they are mapped
+_WORTH_MAPPING = 2**16  # bytes; reading a smaller file is as fast as mapping it
 
-# At most this many files, and a quarter of the process's limit, are held open at once; others are opened for each read.
+# At most this many files, and a quarter of the process's limit, are held open together. Other files are opened for each
+# read.
 _MOST_HELD = 256
 
 
 class _Budget:
-    """The number of files that all readers of the process hold open, and its limit."""
+    """The number of files that all readers of the process hold open, and the limit for it."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -66,7 +67,7 @@ _budget = _Budget()
 
 
 class LocalFiles:
-    """Files of a local directory. A file in `versions` that has been replaced since raises FileNotFoundError."""
+    """Files of a local directory. Raise FileNotFoundError for a file in `versions` that has been replaced since."""
 
     def __init__(
         self, directory: Path, names: Sequence[str], versions: Mapping[str, Version] | None = None
@@ -83,12 +84,12 @@ class LocalFiles:
         if not _budget.take(len(wanted)):
             return
         self.budgeted += len(wanted)
-        # If one is gone, those of earlier calls stay open: other threads may be reading them.
+        # If a file is gone, files of earlier calls stay open, because other threads may be reading them.
         for number in wanted:
             self.held[number] = self._open(number)
 
     def read_into(self, number: int, memory: memoryview, offset: int) -> int:
-        if (held := self.held.get(number)) is not None:  # thousands of times: hence no objects
+        if (held := self.held.get(number)) is not None:  # done for thousands of files, so without objects
             return read_into(held, memory, offset)
         with self._descriptor(number) as descriptor:
             return read_into(descriptor, memory, offset)
@@ -103,7 +104,7 @@ class LocalFiles:
                 return None
             try:
                 mapping = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-            except (OSError, ValueError) as error:  # a file system without memory maps
+            except (OSError, ValueError) as error:  # the file system has no memory maps
                 _budget.give_back(1)
                 path = self.directory / self.names[number]
                 logger.debug("%s cannot be mapped and is read instead: %s", path, error)
@@ -123,7 +124,7 @@ class LocalFiles:
                     now = version_of(os.fstat(file))
             except (FileNotFoundError, FormatError):
                 return name
-            # A held file that was replaced as a whole has the same content; only its number of links has changed.
+            # A held file that was replaced as a whole keeps its content; only its number of links changes.
             if content_of(now) != content_of(self.versions[name]):
                 return name
         return None
@@ -162,12 +163,12 @@ class LocalFiles:
 
 # ------------------------------------------------------------------------------------ past the page cache
 
-_UNIT = 4096  # bytes: offsets, lengths and addresses of a read past the cache are multiples
-_DIRECT = getattr(os, "O_DIRECT", 0)  # 0: not Linux, where reads go through the cache
+_UNIT = 4096  # bytes; offsets, lengths and addresses of a read past the cache are multiples of it
+_DIRECT = getattr(os, "O_DIRECT", 0)  # 0 outside of Linux, where reads go through the cache
 
 
 class Medium:
-    """A file that is read from its disk. The page cache is not used, and keeps the pages that it has.
+    """A file that is read from its disk. The page cache is not used, and keeps its pages.
 
     A file system without O_DIRECT is read through the cache.
     """
@@ -178,7 +179,7 @@ class Medium:
         self._set_direct(_DIRECT)
 
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """Return bytes of the file, fewer at its end. They are valid until the next read."""
+        """Return bytes of the file, fewer at its end. The memory is valid until the next read."""
         start = offset % _UNIT
         wanted = _rounded_up(start + nbytes)
         done = 0

@@ -1,7 +1,7 @@
 """The commit of a save on this machine: its new files are moved into place, and the index is swapped under a lock.
 
-Before whole directories are moved, a journal in the scratch directory says which, so that whoever comes later can
-finish or undo the save.
+Before whole directories are moved, a journal in the scratch directory lists them. If this process dies, a later save
+finishes or undoes the save by it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from msgspec import UNSET
 from eformer._engine.stores.base import tidy_up
 from eformer._engine.stores.directory import Directory, set_mode
 from eformer._engine.stores.durable import replaceable_mode, replacing_in
-from eformer._engine.stores.journal import DATA, JOURNAL, carry_out, make_journal, sweep
+from eformer._engine.stores.journal import DATA, JOURNAL, make_journal, settle, sweep_dead
 from eformer._engine.stores.new_files import NewFiles, sync_file, write_new
 
 if TYPE_CHECKING:
@@ -52,27 +52,31 @@ class LocalUpload(NewFiles):
                 self._publish(change, commit.save_id)
                 if change.index:
                     self.swap(commit.name, change.index(UNSET), index.version)
+                else:
+                    self._forget_journal()
             except BaseException:
-                if not commit.is_done():  # a sync may fail after the index is in place
+                # The sync may fail after the index is in place, so the index decides.
+                if not commit.is_done():
                     self._withdraw()
                 raise
             tidy_up(change, store, self, self._finish)
 
     def _sweep(self, committed: Container[str] | None) -> None:
-        """Remove the remains of writers that died, while the index names the saves in `committed`; None if that is not
-        known."""
+        """Remove the remains of dead writers. The index names the saves in `committed`; None if that is not known."""
         if self.is_new:
-            sweep(self.around, but=self.token)
+            sweep_dead(self.around, but=self.token)
             return
-        sweep(self.place, committed, but=self.token)
-        with suppress(OSError), Directory.open(self._directory.parent) as around:  # saves that made the place
-            sweep(around)
+        sweep_dead(self.place, committed, but=self.token)
+        # Also remains of saves that died while they were making the place.
+        with suppress(OSError), Directory.open(self._directory.parent) as around:
+            sweep_dead(around)
 
     def _publish(self, change: Change, save_id: str) -> None:
         """Give new files and directories their final names."""
         moves, replaced = change.moves, change.replaced
         directories = {name for name in moves if not name or self.data.has_directory(name)}
-        if (directories or replaced) and not self.is_new:  # nobody sees what is in a new place
+        # A new place needs no journal: its contents are invisible until the end.
+        if (directories or replaced) and not self.is_new:
             moved = {name: moves[name] for name in directories}
             self._write_journal(
                 make_journal(save_id, self.place, self.data, moved, replaced, change.unmarked)
@@ -93,33 +97,42 @@ class LocalUpload(NewFiles):
         write_new(self.top, JOURNAL, msgspec.json.encode(journal))
         sync_file(self.top, JOURNAL)
         self.top.sync()
-        self.place.sync()  # the journal is only there if the directory that it is in is
+        self.place.sync()  # the journal survives a crash only if its directory does
         self.journal = journal
 
+    def _forget_journal(self) -> None:
+        """Complete a save without an index. With the journal, which no index contradicts, a later save would undo it:
+        so a power cut must not bring the journal back."""
+        if self.journal:
+            self.top.unlink(JOURNAL)
+            self.top.sync()
+
     def _move_file(self, name: str, final: str) -> None:
-        """Give a file its final name. A linked one that has it already stays: the rename does nothing."""
+        """Give a file its final name. A linked file that already has that name stays, because the rename does nothing
+        then."""
         mode, status = replaceable_mode(self.place, final), self.data.status(name)
-        if mode is not None and status and status.st_nlink == 1:  # else another checkpoint has the file, too
+        # A file with more links belongs to another checkpoint, too, and keeps its permissions.
+        if mode is not None and status and status.st_nlink == 1:
             set_mode(self.data, name, mode)
-        if self.place.status(final) is None:  # what is replaced is not ours to withdraw
+        if self.place.status(final) is None:  # a replaced file cannot be put back by removing the new one
             self._published.append(final)
         self.data.rename(name, self.place, final)
 
     def swap(self, name: str, data: bytes, expected: Version | None) -> None:
-        with replacing_in(self.place, name) as file:  # the lock makes sure that it is the one expected
+        with replacing_in(self.place, name) as file:  # under the lock it has the expected version
             file.write(data)
 
     def _withdraw(self) -> None:
-        """Remove what was published: the save has failed before its commit."""
+        """Remove the published files: the save has failed before its commit."""
         self.remove(self._published)
         if self.journal:
-            carry_out(self.place, self.journal, None)
+            settle(self.place, self.journal, None)
         self.journal = None
 
     def _finish(self, change: Change) -> None:
-        """Remove what was replaced: the save is committed."""
+        """Remove the replaced files: the save is committed."""
         if self.journal:
-            carry_out(self.place, self.journal, {self.journal.save_id})
+            settle(self.place, self.journal, {self.journal.save_id})
         self.journal = None
 
     def remove(self, names: Iterable[str]) -> None:

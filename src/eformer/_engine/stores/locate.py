@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 STORES: dict[str, Callable[[str], Store]] = {}
-"""More stores, each made from a URL, by scheme."""
+"""Further stores by scheme: functions that make a store from a URL."""
 
 
 def store_at(path: str | os.PathLike[str]) -> Store:
@@ -40,13 +40,13 @@ def _scheme(path: str | os.PathLike[str]) -> str:
 
 
 def locate(path: str | os.PathLike[str]) -> tuple[Store, str]:
-    """Return the store of a directory and ""; or, for anything else, the store it would be in and its name there."""
+    """Return the store of a directory and "". For any other path return the store around it, and its name there."""
     store = store_at(path)
     return (store, "") if is_there(store) else store.parent()
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """Return a path to save to that names the same place, whatever the current directory is later."""
+    """Return a path to save to that still names the same place if the current directory changes."""
     if _scheme(path) in STORES:
         return os.fspath(path)
     if is_hub_url(os.fspath(path)):

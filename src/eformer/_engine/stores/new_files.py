@@ -41,23 +41,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("eformer")
 
-# Up to this many files are synced one by one, so that nobody waits for what others have written.
+# Up to this many files are synced one by one, so that a small save does not wait for the writes of other programs.
 _FEW = 32
 
 # File systems that are known to write everything on syncfs, and to report errors: ext2-4, xfs, btrfs, f2fs, tmpfs,
-# overlayfs, zfs. On others, such as those in user space, it may do nothing.
+# overlayfs, zfs. On other file systems, such as file systems in user space, syncfs may do nothing.
 _SYNCED_BY_SYNCFS = {0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x794C7630, 0x2FC12FC1}
 
-# Of the available memory: a save up to this part stays in the page cache for its next reader. A larger one would push
+# A save up to this part of the available memory stays in the page cache for its next reader. A larger save would push
 # out the pages of other files.
 _WARM_PART = 1 / 8
 
-# Directories that are open at once while small files are written.
+# Directories that are open together while small files are written.
 _MOST_OPEN = 8
 
 
 class NewFiles(Scratch):
-    """The new files of a save, in the `data` of its scratch directory. Those at its top get the permissions of the
+    """The new files of a save, in the `data` of its scratch directory. Files at its top get the permissions of the
     files that they will replace in `place`."""
 
     takes: Takes = "ranges"
@@ -66,7 +66,7 @@ class NewFiles(Scratch):
         self.nbytes = 0
         self.passes_cache = False
         self.unsynced: list[str] = []  # complete files
-        self.synced: list[str] = []  # of these only the directories are left to sync
+        self.synced: list[str] = []  # their bytes are synced, only the directories are left
         self._made: set[str] = set()
         self._files: list[NewFile] = []
         super().__init__(directory, token, is_first=is_first)
@@ -99,26 +99,26 @@ class NewFiles(Scratch):
         if (place := on_disk(source)) is None:
             return False
         try:
-            os.close(open_inside(place, entry.name))  # raises if it leads out of its store
+            os.close(open_inside(place, entry.name))  # raises if the name leads out of the store
             with self.made_folder(outer) as folder:
                 folder.link(plain, place / entry.name)
                 status = folder.status(plain)
                 if status is None or content_of(version_of(status)) != content_of(entry.version):
                     folder.unlink(plain)
-                    raise FormatError("it is not the file that was looked at")
-        except (OSError, FormatError) as error:  # no links between these places; or it was just removed
+                    raise FormatError("it has changed since it was read")
+        except (OSError, FormatError) as error:  # no links between these places, or the file was just removed
             logger.warning("reuse: cannot link %s, writing it again: %s", source.path_to(entry.name), error)
             return False
-        if outer:  # the new name in its directory; the bytes were synced by the save that wrote them
+        if outer:  # for the new name in the directory; the save that wrote the bytes has synced them
             self.unsynced.append(name)
         return True
 
     def folder(self, path: str) -> Directory:
-        """Open a directory of the data; "" is the data itself. The caller closes it."""
+        """Open a directory of `data`; "" is `data` itself. The caller closes it."""
         return self.data.enter(path) if path else Directory(self.data.where, os.dup(self.data.descriptor))
 
     def made_folder(self, path: str) -> Directory:
-        """Open a directory of the data, made if it is not there. The caller closes it."""
+        """Open a directory of `data`, and make it first if it does not exist. The caller closes it."""
         if path:
             with closing(_Folders(self.data, self._made)) as folders:
                 folders.at(path)
@@ -131,7 +131,7 @@ class NewFiles(Scratch):
             return
         run_all([partial(self._sync_one, path) for path in unsynced], default_threads())
         outer = {str(outer) for path in unsynced + synced for outer in PurePosixPath(path).parents}
-        for path in outer - {"."}:  # the data directory itself is synced if it is moved
+        for path in outer - {"."}:  # the commit syncs `data` itself if it is moved
             with self.folder(path) as folder:
                 folder.sync()
 
@@ -144,20 +144,20 @@ class NewFiles(Scratch):
         return list(self.data.kinds())
 
     def abandon(self) -> None:
-        """Close all files as a process does that dies: what they have stays."""
+        """Close all files and remove nothing, as if this process had died."""
         for file in self._files:
             file.abandon()
         super().abandon()
 
 
 class _Folders:
-    """The directory of the data that was asked for last, and the ones around it: its neighbours are opened in them."""
+    """The last directory of `data` that was used, and the directories around it, in which its neighbours are opened."""
 
     def __init__(self, data: Directory, made: set[str]) -> None:
         self._made, self._open = made, [("", data)]
 
     def at(self, path: str) -> Directory:
-        """Return a directory, which is made if it is not there. It is open until the next one."""
+        """Return a directory, and make it first if it does not exist. It stays open until the next call."""
         outer, folder = self._open[-1]
         if path == outer:
             return folder
@@ -168,7 +168,7 @@ class _Folders:
         for name in path.removeprefix(f"{outer}/").split("/") if path else ():
             outer = f"{outer}/{name}" if outer else name
             if outer not in self._made:
-                with suppress(FileExistsError):  # made by another process
+                with suppress(FileExistsError):  # another process has made it
                     folder.make(name)
                 self._made.add(outer)
             folder = folder.enter(name)
@@ -203,7 +203,8 @@ class NewFile:
         with self._lock:
             if self._descriptor < 0:
                 outer, _, name = self._path.rpartition("/")
-                # The permissions of a file that it will replace hold from the beginning.
+                # From the beginning it has the permissions of the file that it will replace, so it is never more
+                # readable.
                 mode = None if outer else replaceable_mode(self._upload.place, name)
                 with self._upload.made_folder(outer) as folder:
                     self._descriptor = folder.create(name)
@@ -214,7 +215,7 @@ class NewFile:
     def close(self) -> None:
         if self._descriptor < 0:
             self._open()
-        if self._sync:  # through the descriptor that wrote it, which knows of every error
+        if self._sync:  # through the descriptor that wrote it, because it reports every error of a write
             sync_data(self._descriptor)
         (self._upload.synced if self._sync else self._upload.unsynced).append(self._path)
         self.abandon()
@@ -226,7 +227,7 @@ class NewFile:
 
 
 def write_new(directory: Directory, name: str, data: bytes) -> None:
-    """Write a new file. Thousands of times: hence no objects."""
+    """Write a new file. Done for thousands of files, so without objects."""
     descriptor = directory.create(name)
     try:
         written = os.write(descriptor, data)
@@ -249,7 +250,7 @@ _sync_all = function_of_libc("syncfs", ctypes.c_int)
 
 
 def _reports_errors_of_syncfs() -> bool:
-    """Tell whether this is Linux 5.8 or later; before, syncfs does not say when something could not be written."""
+    """Tell whether this is Linux 5.8 or later. Before, syncfs does not report failed writes."""
     release = os.uname().release.replace("-", ".").split(".")
     return sys.platform == "linux" and [int(part) for part in release[:2] if part.isdecimal()] >= [5, 8]
 
@@ -258,8 +259,8 @@ _IS_RELIABLE = _reports_errors_of_syncfs()
 
 
 def _syncfs(descriptor: int) -> bool:
-    """Flush the whole file system, which is much faster than each of many files alone. Return False if it is not of a
-    kind that does so and reports errors."""
+    """Flush the whole file system with syncfs, which is much faster than syncing many files one by one. Return False
+    where syncfs is not reliable."""
     if not (_IS_RELIABLE and _fstatfs and _sync_all):
         return False
     status = (ctypes.c_long * 32)()

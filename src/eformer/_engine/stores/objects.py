@@ -1,10 +1,11 @@
-"""Requests to one bucket, through obstore: each with a deadline, cancelled at once by Ctrl-C, with errors that say what
-was asked of which URL. No secret gets into a message.
+"""Requests to one bucket, through obstore. Each has a deadline and is cancelled by Ctrl-C. Errors name the operation
+and the URL, and never hold a secret.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import os
 import re
@@ -36,11 +37,12 @@ PART_BYTES = 16 * 2**20
 _PARTS_AT_ONCE = 8
 _AT_ONCE = 32  # small requests
 _KEYS_A_DELETE = 1000
-_MOST_READS = 8  # of an object that is replaced all the time
-_MOST_SWAPS = 8  # of an object, while it is not known what has happened
-_WRONG = '"00000000000000000000000000000000"\n999999999999999999'  # an ETag and a generation that nothing has
+_MOST_READS = 8  # reads of an object that is replaced all the time
+_MOST_SWAPS = 8  # tries to replace an object, while the result of the last one is not known
+# An ETag and a generation that no object has.
+_WRONG = '"00000000000000000000000000000000"\n999999999999999999'
 
-# In messages, which is all that obstore gives. The number alone may be one of a port or a key.
+# Searched for in messages, because obstore has no error for this. The number alone may be part of a port or a key.
 _PAST_END = re.compile(r"status code: 416\b|InMemory error: Invalid range|Wanted range starting at")
 _SLOW = ("timed out", "TimedOut")
 
@@ -59,11 +61,11 @@ class Objects:
 
     url          the bucket, for messages
     timeout      seconds that a request may take, with all its retries
-    hide         takes secrets out of messages
-    is_trusted   whether the server is known to honour conditions; others are probed before the first save
-    is_alone     whether the caller says that nobody else saves here at the same time; then a server need not honour
-                 conditions
-    server       tells the bucket from others of the same URL
+    hide         removes secrets from messages
+    is_trusted   whether the server is known to honour conditions; other servers are probed before the first save
+    is_alone     whether the caller says that no other process saves here at the same time; then a server need not
+                 honour conditions
+    server       tells the bucket from a bucket of the same URL on another server
     """
 
     def __init__(
@@ -96,7 +98,8 @@ class Objects:
     def read(
         self, key: str, start: int = 0, nbytes: int | None = None, version: Version | None = None
     ) -> tuple[Any, Object]:
-        """Read a range of an object, to its end at most. Raise FileNotFoundError if it is gone, or not this version."""
+        """Read a range of an object, to its end at most. Raise FileNotFoundError if it is gone or has another
+        version."""
         options: dict[str, Any] = {"if_match": version.partition("\n")[0]} if version else {}
         if nbytes or start:
             options["range"] = (start, start + nbytes) if nbytes else {"offset": start}
@@ -114,11 +117,11 @@ class Objects:
                 raise FileNotFoundError(f"{self.path_to(key)} was replaced") from None
             except _PastEndError:
                 found = self.head(key)
-            if found.nbytes <= start:  # else it was replaced by a longer one since
+            if found.nbytes <= start:  # else a longer object has replaced it since
                 return b"", found
         raise OSError(
-            f"{self.path_to(key)}: the server does not read it from byte {start} on, and says that it is longer; try "
-            "again later"
+            f"{self.path_to(key)}: the server does not read it from byte {start} on, although it says that it is "
+            "longer; try again later"
         )
 
     def head(self, key: str) -> Object:
@@ -172,12 +175,12 @@ class Objects:
             self._request("write", files[0][0], work)
 
     def stream(self, key: str, chunks: Iterable[Any]) -> Stream:
-        """Write a large object from pieces of memory, in their order, some of them at once.
+        """Write a large object from pieces of memory, in their order. A few of them are sent at the same time.
 
-        Nobody sees it before the last piece is there. The memory is not copied, and used until it is sent. The pieces
-        are asked for in a thread of its own: in the threads of obstore they would hold up other requests.
+        The object is invisible before its last piece has arrived. The memory is not copied, and is in use until it is
+        sent. A thread of its own asks for the pieces: in the threads of obstore this would hold up other requests.
         """
-        _loop()  # refuse a forked process
+        _loop()  # raises in a forked process
         send = partial(self._client.put, key, chunk_size=PART_BYTES, max_concurrency=_PARTS_AT_ONCE)
         return Stream(_Request("upload", self.path_to(key), self._hide), send, chunks)
 
@@ -188,13 +191,14 @@ class Objects:
         self._request("copy", key, lambda: self._client.copy_async(key, final))
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects, if they are there."""
+        """Remove objects, if they exist."""
         doomed = sorted(keys)
         for start in range(0, len(doomed), _KEYS_A_DELETE):
             some = doomed[start : start + _KEYS_A_DELETE]
             try:
                 self._request("delete", some[0], partial(self._delete, some))
-            except FileNotFoundError:  # Google's and Azure's raise for the first that is gone
+            except FileNotFoundError:
+                # The stores of Google and Azure raise for the first object that is gone.
                 for key in some:
                     with suppress(FileNotFoundError):
                         self._request("delete", key, partial(self._delete, [key]))
@@ -205,7 +209,7 @@ class Objects:
     # ---------------------------------------------------------------------------------- conditions
 
     def require_conditions(self, unused_key: str) -> None:
-        """Raise ValueError if saves could overwrite each other here. The server is asked once."""
+        """Raise ValueError if saves could overwrite each other here. The server is probed once."""
         if self.is_unconditional:
             return
         with self._probing:
@@ -214,11 +218,11 @@ class Objects:
         if not self._has_conditions:
             raise ValueError(
                 f"{self.url}: the server ignores the conditions of requests, so two saves could damage each other; "
-                "if nobody else saves here at the same time, give the store option single_writer=True"
+                "if no other process saves here at the same time, give the store option single_writer=True"
             )
 
     def put_if(self, key: str, data: bytes, expected: Version | None) -> bool:
-        """Write an object on the condition of a version. Return False if the server refused."""
+        """Write an object if it has the expected version. Return False if the server refused."""
         mode: Any = "create"
         if expected is not None:
             etag, _, number = expected.partition("\n")
@@ -233,24 +237,25 @@ class Objects:
     def _honours_conditions(self, key: str) -> bool:
         """Tell whether the server refuses to write an object on a condition that does not hold.
 
-        `key` is for an object that does not exist, and is removed again. This shows that conditions are looked at, not
-        that they are atomic. Raise the error of a server that cannot be written to at all.
+        `key` must not exist; its object is removed again. The probe shows that the server looks at conditions, not that
+        they are atomic. Raise the error of a server that cannot be written to at all.
         """
         try:
             self.put_if(key, b"1", None)
         except OSError:
-            self.put(key, b"1")  # if this works, conditions alone are refused
+            self.put(key, b"1")  # if this works, the server refuses conditions alone
             return False
         else:
             return not self.put_if(key, b"2", None) and not self.put_if(key, b"3", _WRONG)
         finally:
-            with suppress(OSError):  # a lease of a save that never was: it runs out
+            with suppress(OSError):  # it looks like the lease of a save, and runs out
                 self.delete([key])
 
     def swap(self, key: str, data: bytes, expected: Version | None) -> None:
-        """Replace an object if it is still the version that is expected; None: if there is none.
+        """Replace an object if it has the expected version; None: if it does not exist.
 
-        Raise SwapError if it is not. After a refusal or an error only the object itself can tell what has happened.
+        Raise SwapError otherwise. A put whose answer was lost may have succeeded, even if a retry of it was refused. So
+        after a refusal or an error the object is read: its bytes tell whether it was replaced.
         """
         for attempt in itertools.count(1):
             problem: OSError | None = None
@@ -259,6 +264,7 @@ class Objects:
                     return
             except OSError as error:
                 problem = error
+            # Every index has a random id, so equal bytes mean that this put has succeeded.
             there = self.read_if_there(key)
             if there is not None and there[0] == data:
                 return
@@ -266,14 +272,14 @@ class Objects:
             if is_unchanged and problem is None and expected and not self.compares_unquoted:
                 self.compares_unquoted = True
             elif problem is None or not is_unchanged:
-                raise SwapError(f"{self.path_to(key)} is not the one that was read")
+                raise SwapError(f"{self.path_to(key)} has changed since it was read")
             elif attempt >= _MOST_SWAPS:
                 raise problem
             else:
                 time.sleep(min(2.0, 0.025 * 2**attempt))
 
     def _swap(self, key: str, data: bytes, expected: Version | None) -> bool:
-        """Return False if the object is another version. An error leaves it open whether it was replaced."""
+        """Return False if the object has another version. After an error it may have been replaced or not."""
         if not self.is_unconditional:
             return self.put_if(key, data, expected)
         there = self.find(key)
@@ -281,7 +287,9 @@ class Objects:
             return False
         self.put(key, data)
         if bytes(self.read(key)[0]) != data:
-            raise OSError(f"{self.path_to(key)} is not what was written: somebody else saves here, too")
+            raise OSError(
+                f"{self.path_to(key)} has other bytes than written: another process saves here, too"
+            )
         return True
 
     # ------------------------------------------------------------------------------------- requests
@@ -303,7 +311,7 @@ class Objects:
 
 
 class _Request:
-    """A request that was begun: the wait for its end, and its errors."""
+    """A request under way: wait for it, and explain its errors."""
 
     def __init__(self, operation: str, where: str, hide: Redactor) -> None:
         self._operation, self._where, self._hide = operation, where, hide
@@ -311,7 +319,7 @@ class _Request:
         self._began = time.monotonic()
 
     def result_of(self, future: Future[T], limit: float | None) -> T:
-        """Wait for the result, `limit` seconds at most. Cancel the request if nobody waits for it any more."""
+        """Wait for the result, `limit` seconds at most. Cancel the request if the wait ends early."""
         try:
             with cancelled_with_others(future.cancel):
                 return interrupts.result_of(future, limit)
@@ -320,7 +328,7 @@ class _Request:
                 raise self.slow() from None
             return future.result()  # or raise the error of the request itself
         except CancelledError:
-            raise InterruptedError(f"{self._where}: the {self._operation} was given up") from None
+            raise InterruptedError(f"{self._where}: the {self._operation} was cancelled") from None
         except BaseException:
             future.cancel()
             raise
@@ -336,7 +344,7 @@ class _Request:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Raise an error of this package, or a built-in one, for one of obstore's."""
+        """Turn errors of obstore into built-in errors, or errors of this module."""
         from obstore import exceptions
 
         where = self._where
@@ -354,11 +362,11 @@ class _Request:
                 raise _PastEndError(where) from None
             if any(sign in str(error) for sign in _SLOW):
                 raise self.slow() from None
-            raise OSError(f"{where}: to {self._to} failed after {self._took()}: {text}") from None
+            raise OSError(f"{where}: the request to {self._to} failed after {self._took()}: {text}") from None
 
 
 class Stream:
-    """An object on its way, sent by a thread of its own."""
+    """An object that is being sent, by a thread of its own."""
 
     def __init__(
         self, request: _Request, send: Callable[[Iterator[Any]], object], chunks: Iterable[Any]
@@ -379,16 +387,16 @@ class Stream:
                 self._future.set_result(None)
 
     def _checked(self, chunks: Iterable[Any]) -> Iterator[Any]:
-        """Yield the pieces, and raise if the upload is cancelled: then nothing appears."""
+        """Yield the pieces. Raise if the upload is cancelled, so that no object appears."""
         for chunk in chunks:
             if self._future.cancelled():
                 break
             yield chunk
         if self._future.cancelled():
-            raise InterruptedError("the upload was given up")
+            raise InterruptedError("the upload was cancelled")
 
     def wait(self) -> None:
-        """Return when the object is there."""
+        """Wait until the object exists."""
         self._request.result_of(self._future, time_left())
 
     def on_end(self, call: Callable[[], object]) -> None:
@@ -408,23 +416,63 @@ class _RefusedError(Exception):
 
 
 class _PastEndError(Exception):
-    """A range begins behind the end of the object."""
+    """A range begins after the end of the object."""
 
 
 # ------------------------------------------------------------------------------------------ the loop
 
 
 class _Loop:
-    """An event loop in a thread of its own."""
+    """An event loop in a thread of its own, in which all requests of the process run."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.loop = asyncio.new_event_loop()
+        self.loop = _CountedLoop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="eformer-requests", daemon=True)
         self.thread.start()
 
 
-_started = cache(_Loop)
+class _CountedLoop(asyncio.SelectorEventLoop):
+    """An event loop that knows how many foreign threads are calling it."""
+
+    calls = 0
+
+    def call_soon_threadsafe(self, *args: Any, **context: Any) -> asyncio.Handle:  # type: ignore[override]
+        self.calls += 1  # the GIL is held; a lost update costs a part of the grace time at the end
+        try:
+            return super().call_soon_threadsafe(*args, **context)
+        finally:
+            self.calls -= 1
+
+
+def _wait_for_answers(started: _Loop) -> None:
+    """Let threads of obstore return before the interpreter ends.
+
+    A thread of obstore tells the loop of an answer, and drops the GIL on the way. If the interpreter ends then, the
+    thread is ended inside of Rust, which aborts the process after its work is done.
+    """
+    if started.pid != os.getpid():  # a child of a fork has none of these threads
+        return
+    deadline = time.monotonic() + _MOST_GRACE
+    while started.loop.calls > 0 and time.monotonic() < deadline:
+        time.sleep(_GRACE)
+    time.sleep(_GRACE)  # for the way from the loop back into Rust
+
+
+_start = Lock()
+_GRACE, _MOST_GRACE = 0.01, 1.0  # seconds
+
+
+@cache
+def _started_once() -> _Loop:
+    started = _Loop()
+    atexit.register(_wait_for_answers, started)
+    return started
+
+
+def _started() -> _Loop:
+    with _start:  # `cache` alone would start several loops for several threads
+        return _started_once()
 
 
 def _loop() -> _Loop:
@@ -437,14 +485,14 @@ def _loop() -> _Loop:
 
 
 def is_thread_of_requests() -> bool:
-    """Tell whether this is the thread of the event loop: it gets here if it collects garbage."""
+    """Tell whether this is the thread of the event loop. It can get to any code, because it may collect garbage."""
     return threading.current_thread() is _loop().thread
 
 
 def _submit(work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
     if is_thread_of_requests():
         raise RuntimeError(
-            "a request was made in the thread that carries out requests, which would wait for itself"
+            "a request was made in the thread that carries out requests, and would wait for itself"
         )
     return asyncio.run_coroutine_threadsafe(work(), _loop().loop)
 

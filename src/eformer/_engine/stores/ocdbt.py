@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from eformer._engine.stores.directory import Directory
 
 DATABASE_MANIFEST = "manifest.ocdbt"
-_MANIFESTS = re.compile(r"manifest\.(ocdbt|[0-9a-f]{16})")  # some databases have one for each version
+_MANIFESTS = re.compile(r"manifest\.(ocdbt|[0-9a-f]{16})")  # some databases have a manifest for each version
 
 # Written values are held in memory until they are committed.
 _COMMIT_BYTES = 8 * 2**20
@@ -33,7 +33,7 @@ _COMMIT_KEYS = 20_000
 
 _CACHE_BYTES = 32 * 2**20
 
-_BRANCH = "process-"  # the directories in which other processes write databases of their own
+_BRANCH = "process-"  # directories in which other processes write databases of their own
 
 
 # TensorStore is imported inside of functions: it takes longer than the rest of eformer, and few programs need it.
@@ -42,7 +42,8 @@ _BRANCH = "process-"  # the directories in which other processes write databases
 def _context() -> Any:
     import tensorstore as ts
 
-    # The upload syncs all files at the end. Without a cache every read would begin at the root of the database.
+    # No fsync here: the upload syncs all files at the end. A cache, because every read would begin at the root of the
+    # database.
     return ts.Context({"file_io_sync": False, "cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
 
 
@@ -66,8 +67,8 @@ def _require_text(directory: Path) -> None:
 
 
 def require_plain_files(directory: Path, *, is_database: bool = True) -> None:
-    """Refuse links, pipes and devices: TensorStore would wait for a pipe, and follow a link anywhere. Refuse a database
-    whose nodes decode to far more than is stored, too."""
+    """Refuse links, pipes and devices: TensorStore would wait for a pipe, and follow a link anywhere. Also refuse a
+    database whose nodes decode to far more than is stored."""
     if directory.is_symlink():
         raise FormatError(f"{directory} is a link; a database must be a directory of the checkpoint")
     if is_database and not (directory / DATABASE_MANIFEST).is_file():
@@ -78,7 +79,7 @@ def require_plain_files(directory: Path, *, is_database: bool = True) -> None:
             raise FormatError(f"{directory / path} is not a regular file")
         if _MANIFESTS.fullmatch(entry.name):
             manifests.append(path)
-    if is_database and is_text(str(directory)):  # TensorStore opens no others
+    if is_database and is_text(str(directory)):  # TensorStore opens no other files
         require_bounded_nodes(directory, manifests)
 
 
@@ -96,10 +97,11 @@ def list_arrays(directory: Path) -> list[str]:
 
 
 class DatabaseUpload(LocalUpload):
-    """An upload of files as keys of a database. Each process writes its own; that of the first takes over the rest."""
+    """An upload of files as keys of a database. Each process writes a database of its own, and the first process joins
+    them."""
 
     takes: Takes = "files"
-    _home: Directory | None = None  # of the database of this process
+    _home: Directory | None = None  # the directory of this process's database
     _is_busy = False
 
     def __init__(
@@ -124,7 +126,7 @@ class DatabaseUpload(LocalUpload):
         self._waiting_bytes = self._waiting = 0
 
     def create(self, name: str, nbytes: int) -> NoReturn:
-        raise NotImplementedError("a database only takes whole files; use put")
+        raise NotImplementedError("a database takes whole files only; use put")
 
     def put(self, files: Sequence[tuple[str, bytes]]) -> None:
         for name, data in files:
@@ -137,10 +139,10 @@ class DatabaseUpload(LocalUpload):
     def _commit_values(self) -> None:
         """Put all values into the files."""
         assert self._home is not None
-        self._is_busy = True  # and stays so if this is interrupted
+        self._is_busy = True  # before the write: after a Ctrl-C TensorStore may still be writing
         try:
             self._transaction.commit_sync()
-        except ValueError as error:  # TensorStore does not raise OSError
+        except ValueError as error:  # TensorStore raises ValueError for errors of the disk
             self._is_busy = False
             raise _told(error, self._home) from error
         self._is_busy = False
@@ -173,7 +175,8 @@ class DatabaseUpload(LocalUpload):
         super()._publish(msgspec.structs.replace(change, unmarked=described), save_id)
 
     def abandon(self) -> None:
-        # It stays open while TensorStore may still write to it: its number could be given to another directory.
+        # It stays open while TensorStore may still write to it: else another directory could get its number, and the
+        # writes.
         if self._home is not None and not self._is_busy:
             self._home.close()
         super().abandon()
@@ -185,15 +188,15 @@ def _path_to(folder: Directory) -> str:
 
 
 def _told(error: ValueError, folder: Directory) -> OSError:
-    """Return what TensorStore says, with the path of the directory instead of its number."""
+    """Return the message of TensorStore, with the path of the directory instead of the number of its descriptor."""
     return OSError(str(error).replace(str(own_path(folder)), str(folder.path)))
 
 
 def _join_branches(whole: Directory) -> bool:
-    """Take over the databases of other processes, if there are any. Their files stay, their manifests are removed.
+    """Join the databases of other processes, if any, to this one. Their files stay, their manifests are removed.
 
-    After an error the directories stay open: TensorStore may still write to them, and their numbers could be given to
-    others.
+    After an error the directories stay open: TensorStore may still write to them, and other directories could get their
+    numbers.
     """
     names = [name for name, kind in whole.kinds().items() if kind == "directory" and name.startswith(_BRANCH)]
     folders = {name: whole.enter(name) for name in names}
@@ -212,7 +215,7 @@ def _copy_branches(whole: Directory, branches: Mapping[str, Directory]) -> None:
     target = _open(whole.path, _path_to(whole), context)
     for name, branch in branches.items():
         transaction = ts.Transaction(atomic=True)
-        # TensorStore only copies from below.
+        # TensorStore only joins databases that lie below this one.
         source = _open(branch.path, f"{_path_to(whole)}/{name}", context)
         try:
             source.experimental_copy_range_to(target.with_transaction(transaction)).result()
@@ -223,9 +226,11 @@ def _copy_branches(whole: Directory, branches: Mapping[str, Directory]) -> None:
 
 
 class DatabaseFiles(UnchangingFiles):
-    """The values of a database, read as files. `keep` is what the directory must not outlive.
+    """The values of a database, read as files. `keep` is an object that has to live as long as this one, such as a
+    temporary copy.
 
-    They are only replaced as a whole. None can be held: they are gone when a save replaces the database.
+    Values are only replaced with the whole database. They cannot be held: they are gone when a save replaces the
+    database.
     """
 
     def __init__(self, directory: Path, names: Sequence[str], keep: object = None) -> None:
@@ -249,7 +254,7 @@ class DatabaseFiles(UnchangingFiles):
             read = self._store.read(name, byte_range=wanted, staleness_bound=float("-inf")).result()
         except ValueError as error:
             if "OUT_OF_RANGE" in str(error):
-                return b""  # like a file that was cut short
+                return b""  # as for a file that is too short
             raise CorruptionError(f"{self.directory}: {name!r} cannot be read: {error}") from error
         if read.state != "value":
             raise CorruptionError(f"{self.directory}: {name!r} is missing")

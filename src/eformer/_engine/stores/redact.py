@@ -9,7 +9,7 @@ from urllib.parse import quote, unquote
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-_LEAST = 6  # characters: shorter ones are no secrets, and occur in other words
+_LEAST = 6  # characters; shorter values are no secrets, and occur in other words
 _SECRET_NAME = re.compile(
     r"key|secret|token|sas|password|signature|connection_string|headers|proxy_url", re.IGNORECASE
 )
@@ -22,7 +22,7 @@ _PATTERNS = (
     (re.compile(r"//[^\s/@\"'<>]+@"), "//...@"),  # a user name and a password
     (re.compile(r"\b(Bearer|Basic)\s+[^\s\"'<>]+", re.IGNORECASE), r"\1 ..."),
     (re.compile(r"\b(x-amz-security-token|sig|signature)\s*[:=]\s*[^\s,&\"'<>]+", re.IGNORECASE), r"\1=..."),
-    # Servers repeat what they have compared with a signature, tokens among it.
+    # Servers repeat the text that they have compared with a signature, which holds tokens.
     (
         re.compile(
             r"<(\w*(?:StringToSign|CanonicalRequest|AccessKeyId|Signature|Authentication|Token)\w*)>.*?</\1>",
@@ -34,7 +34,7 @@ _PATTERNS = (
 
 
 def secrets_among(settings: Mapping[str, object]) -> set[str]:
-    """Return the values of settings or variables whose names say that they are secret."""
+    """Return the values of settings or variables with names of secrets."""
     return {
         str(text)
         for name, value in settings.items()
@@ -44,7 +44,7 @@ def secrets_among(settings: Mapping[str, object]) -> set[str]:
 
 
 class Redactor:
-    """Replaces known secrets, and what looks like one."""
+    """Replaces known secrets, and text that looks like a secret."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         spelled = {form for secret in secrets for form in _spellings(secret) if len(form) >= _LEAST}

@@ -1,10 +1,10 @@
 """Remove arrays that a save has put in place or replaced.
 
-A journal names the arrays, but is not trusted: anyone who can write one could name anything. A file is removed only if
-it is part of an array or a database that carries the mark of that save. Arrays without a mark were written by other
-programs, or saved to look like theirs; they must be exactly the files that the journal describes. Links are not
-followed, other checkpoints are not entered, and all other files stay. A journal of another user only has files of that
-user removed.
+A journal names the arrays, but is not trusted, because any user who can write a journal could name any path. A file is
+removed only if it is part of an array or a database with the mark of that save. Arrays without a mark were written by
+other programs, or saved to look like theirs; they must be exactly the files that the journal describes. Links are not
+followed, other checkpoints are not entered, and all other files stay. By a journal of another user, only files of that
+user are removed.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("eformer")
 
-DATABASE_MARK = ".eformer"  # the file in a database that names its save
+DATABASE_MARK = ".eformer"  # the file of a database that names its save
 
-PROCESS_RECORD = re.compile(r"\.eformer-\d+")  # of an array that several processes wrote
+PROCESS_RECORD = re.compile(r"\.eformer-\d+")  # in an array that several processes wrote
 _DATABASE_MANIFEST = "manifest.ocdbt"
 # A database that several processes wrote has branches. The manifest of a branch is removed when it is joined.
 _DATABASE_PART = re.compile(r"manifest\.ocdbt|(process-\d+/)?(d/([0-9a-f]{32})?)?")
 
-# Files at the top of another checkpoint. A directory of leaves has none of them: its names have no dots.
+# Files at the top of another checkpoint. A directory of leaves has no such files, because its names have no dots.
 _OTHERS = {"tensorstore_index.json", "_METADATA", "_CHECKPOINT_METADATA"}
-_ELSE = {*_OTHERS, ZARRAY, DATABASE_MARK, _DATABASE_MANIFEST}  # also those of another array or database
+_ELSE = {*_OTHERS, ZARRAY, DATABASE_MARK, _DATABASE_MANIFEST}  # also marks of another array or database
 
 _MOST_MARK = 2**10  # bytes
 
 
 class Described(msgspec.Struct, frozen=True, array_like=True):
-    """The file that describes an array without a mark: its path and its identity."""
+    """The path and the identity of the file that describes an array without a mark."""
 
     path: str
     inode: int
@@ -74,7 +74,8 @@ class Moved(msgspec.Struct, frozen=True, array_like=True):
 
 
 def remove_moved(directory: Directory, moved: Moved, owner: int | None = None) -> None:
-    """Remove the arrays, and the directories that are empty without them; with an `owner`, only those of that user.
+    """Remove the arrays, and the directories that are empty without them. With an `owner`, remove only files of that
+    user.
 
     The files that identify the arrays are removed last, so that an interrupted removal can be repeated.
     """
@@ -95,7 +96,8 @@ def remove_moved(directory: Directory, moved: Moved, owner: int | None = None) -
 
 
 class _Removal:
-    """The removal of the arrays and databases of one save: those with its mark or, without one, those described."""
+    """The removal of the arrays and databases of one save: arrays with its mark or, without a mark, the described
+    arrays."""
 
     def __init__(self, moved: Moved, owner: int | None) -> None:
         self._mark, self._owner = moved.mark, owner
@@ -103,8 +105,8 @@ class _Removal:
         self._paths = sorted(described.path for described in moved.described)
 
     def remove(self, folder: Directory, path: str, depth: int = 0) -> None:
-        """Remove everything in and below a directory, and directories that are empty: an interrupted removal may have
-        left them."""
+        """Remove the arrays in and below a directory, and empty directories, which an interrupted removal may have
+        left."""
         kinds = folder.kinds()
         if not _OTHERS.isdisjoint(kinds):
             logger.warning("%s was not removed: it is another checkpoint", folder.path)
@@ -123,8 +125,8 @@ class _Removal:
         return bool(self._mark) or any(one.startswith(f"{path}/") for one in self._paths[first : first + 1])
 
     def _remove_here(self, folder: Directory, path: str, kinds: Mapping[str, Kind]) -> bool:
-        """Return whether the directory itself is an array or a database of the save; remove that one, if it is
-        meant."""
+        """Return whether the directory itself is an array or a database of this save. Remove it if its owner and
+        description allow."""
         if _mark_of_database(folder, kinds) == self._mark:
             if self._is_meant(folder, path, DATABASE_MARK):
                 _remove_database(folder, kinds)
@@ -136,8 +138,8 @@ class _Removal:
         return True
 
     def _is_meant(self, folder: Directory, path: str, name: str) -> bool:
-        """Tell whether the file that describes an array is of this user; and without a mark, the very file
-        described."""
+        """Tell whether the file that describes an array belongs to the owner and, without a mark, is the described
+        file."""
         status = folder.status(name)
         if self._owner is not None and (status is None or status.st_uid != self._owner):
             return False
@@ -188,8 +190,8 @@ def _remove_database(folder: Directory, kinds: Mapping[str, Kind]) -> None:
 def _remove_parts(
     folder: Directory, kinds: Mapping[str, Kind], is_part: Callable[[str], bool], outer: str = ""
 ) -> None:
-    """Remove the files that are part of an array or a database, and directories that are empty without them. The path
-    of a directory ends with a slash."""
+    """Remove the files of an array or a database, and directories that are empty without them. The path of a directory
+    ends with a slash."""
     for name, kind in kinds.items():
         if kind == "file" and is_part(outer + name):
             folder.unlink(name)

@@ -1,10 +1,10 @@
-"""The scratch directory of a save on this machine, locked as long as its writers live.
+"""The scratch directory of a save on this machine, which is locked while its writers live.
 
-It lies beside the files that it will become, so that they are moved by a rename. A later save can tell by the lock what
-a dead one has left behind.
+It lies beside the final files, so that a rename moves them. A later save tells by the lock whether the writers are dead
+and the directory can be removed.
 
-A save to a directory that does not exist yet has its scratch directory beside that one. The new directory is made in
-there, and gets its name when it is complete: nobody ever sees it without its checkpoint.
+For a save to a new directory, the scratch directory lies beside that directory. The new directory is made inside of it,
+and gets its name when it is complete: it is never visible without its checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Scratch:
-    """A scratch directory: `data` is the directory in it for new files, `place` the one that they will be in.
+    """A scratch directory. `data` is its directory for new files, `place` their final directory.
 
     Other processes join it by its name, the `token`; the process that made it removes it. With a `journal` it stays
     for the next save. `is_new` tells whether the place is made by this save.
@@ -39,11 +39,11 @@ class Scratch:
             make_directories(directory.parent)
             if not directory.parent.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
-            if directory.is_dir():  # another program has made it, and may have died before it synced it
+            if directory.is_dir():  # another program may have made it, and died before syncing it
                 sync_directory(directory.parent)
         self.is_owner, self.token, self._directory = not token, token, directory
         self.is_new = not os.path.lexists(directory / token)
-        if token and self.is_new:  # unless the other process is not seen yet
+        if token and self.is_new:  # fails if the directory of the other process is not visible here yet
             self.is_new = (directory.parent / token).is_dir()
         self.around = Directory.open(directory.parent if self.is_new else directory)
         self.place = self.around
@@ -56,18 +56,20 @@ class Scratch:
             raise
 
     def _enter(self, name: str) -> None:
-        """Make the directory, or open the one that another process has made, and lock it."""
+        """Make the directory, or open the directory of another process, and lock it."""
         self.token = name
         if self.is_owner:
             self.around.make(name, usable=True)
         try:
             self.top = self.around.enter(name)
+            # Shared, because several processes write. A sweep needs the lock for itself, so it fails while a writer
+            # lives.
             lock(self.top.descriptor, shared=True)
             self.data = self._inner(self.top, DATA)
-            if self.is_new:  # with its name, so that nobody joins who means another
+            if self.is_new:  # with its name, so that a process with another token cannot join
                 self._new = self._inner(self.top, NEW)
                 self.place = self._inner(self._new, self._directory.name, usable=False)
-        except FileNotFoundError:  # swept between its creation and the lock
+        except FileNotFoundError:  # another save swept it before it was locked
             for directory in (self._new, self.data, self.top):
                 directory.close()
             if not self.is_owner or not self.around.path.is_dir():
@@ -89,7 +91,7 @@ class Scratch:
                     self._new.put(self._directory.name, self.around, self._directory.name)
                     self.around.sync()
                     return
-            self.place.close()  # another save has made it meanwhile
+            self.place.close()  # another save has made the place meanwhile
             self.place, self.is_new = Directory.open(self._directory), False
             with self.place.locked():
                 self._move_inside()
@@ -99,7 +101,8 @@ class Scratch:
             yield
 
     def _move_inside(self) -> None:
-        """Move the scratch directory into a place that another save has made: later saves to the place look there."""
+        """Move the scratch directory into a place that another save has made, because later saves sweep inside of the
+        place."""
         with suppress(OSError):  # the place is a mount point
             self.around.rename(self.token, self.place, self.token)
             self.around.close()
@@ -113,9 +116,9 @@ class Scratch:
             self.abandon()
 
     def _remove(self) -> None:
-        for _ in range(2):  # a disk may fail once
-            with suppress(OSError):  # left to the next save
-                for name in (DATA, NEW):  # after a commit they are empty or gone, and need no listing
+        for _ in range(2):  # retried, because a disk may fail once
+            with suppress(OSError):  # the next save removes it
+                for name in (DATA, NEW):  # after a commit these are empty or gone, so no listing is needed
                     self.top.remove_if_empty(name)
                 self.around.remove_if_empty(self.token)
                 if self.around.status(self.token) is not None:
@@ -123,7 +126,7 @@ class Scratch:
                 return
 
     def abandon(self) -> None:
-        """Let go of the directory as a process does that dies: everything in it stays."""
+        """Close the directory and remove nothing, as if this process had died."""
         if self.top.descriptor >= 0:
             unlock(self.top.descriptor)
         for directory in (self.data, self._new, self.top, self.place, self.around):

@@ -1,6 +1,7 @@
-"""Decide with which settings and credentials a bucket is used: those of the caller, of the URL, of the environment.
+"""Choose the settings and credentials of a bucket from store options, the URL and the environment.
 
-obstore reads the environment, too: only what it does not know, or what depends on several of them, is decided here.
+obstore reads the environment itself. Only settings that it does not know, or that depend on several of these sources,
+are decided here.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _OWN_SERVERS = {
     "azure": (".core.windows.net", ".core.chinacloudapi.cn", ".core.usgovcloudapi.net"),
 }
 
-# Options that eformer itself understands: of one cloud, and of all. All others are obstore's.
+# Options that eformer itself understands: of one cloud, and of all clouds. All other options are obstore's.
 _OF_ONE = {
     "s3": ("profile", "region", "signed_payload"),
     "gcs": ("credentials_path",),
@@ -61,25 +62,26 @@ _GOOGLE = (
     "application_credentials",
     "credential_provider",
 )
-_NOBODY = "none"  # a token that is sent as it is: without one obstore asks the machine that it may run on
+# A token that is sent as it is; without a token obstore would ask the metadata server of the machine.
+_NOBODY = "none"
 
 
 def is_for(cloud: str, name: str) -> bool:
-    """Tell whether an option is one of this cloud."""
+    """Tell whether this cloud has an option."""
     if name in _OWN_OPTIONS:
         return name in (*_OF_ALL, *_OF_ONE[cloud])
     return _is_known(cloud, "config", name) or _is_of_client(name)
 
 
 def _is_of_client(name: str) -> bool:
-    """Tell whether an option is one of obstore's HTTP client, which all clouds have."""
+    """Tell whether an option belongs to obstore's HTTP client, which all clouds share."""
     return _is_known("s3", "client_options", name)
 
 
 @cache
 def _is_known(cloud: str, argument: str, name: str) -> bool:
-    """Ask obstore whether it knows an option, which sends nothing."""
-    from obstore import exceptions, store  # late: it is needed for buckets only
+    """Ask obstore whether it knows an option. No request is sent."""
+    from obstore import exceptions, store  # late: obstore is needed for buckets only
 
     try:
         getattr(store, STORES[cloud])("bucket", **{argument: {name: None}})
@@ -92,20 +94,20 @@ def require_known(url: str, names: Iterable[str]) -> None:
     """Raise TypeError for an option that no cloud has."""
     for name in names:
         if not any(is_for(cloud, name) for cloud in STORES):
-            raise TypeError(f"{url or 'all buckets'}: there is no store option {name!r}. {known(*STORES)}")
+            raise TypeError(f"{url or 'all buckets'}: {name!r} is not a store option. {known(*STORES)}")
 
 
 def known(*clouds: str) -> str:
     """Name the options, for messages."""
     return (
-        f"Store options are {', '.join(_OWN_OPTIONS)}; those of obstore's ClientConfig, such as proxy_url and "
-        f"root_certificate; and those of its {' and '.join(STORES[cloud] for cloud in clouds)}."
+        f"Store options are {', '.join(_OWN_OPTIONS)}; options of obstore's ClientConfig, such as proxy_url and "
+        f"root_certificate; and options of its {' and '.join(STORES[cloud] for cloud in clouds)}."
     )
 
 
 @dataclass(frozen=True, slots=True)
 class OfGoogleAuth:
-    """Credentials of a file, or of the default one, that google-auth has to get."""
+    """Credentials of a file, which google-auth has to get. `why` is their kind."""
 
     path: str
     why: str
@@ -113,14 +115,14 @@ class OfGoogleAuth:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Settings:
-    """How the client of a bucket is made. Equal settings share one client.
+    """The settings of the client of a bucket. Equal settings share one client.
 
     config       settings of obstore's store
     client       settings of its HTTP client
     login        where credentials come from, if not from obstore itself
     endpoint     the address of the server, if it was given
     is_own       whether the server is the cloud's own, which is known to honour conditions
-    secrets      what must not appear in messages
+    secrets      texts that must not appear in messages
     """
 
     config: tuple[tuple[str, Any], ...] = ()
@@ -152,10 +154,10 @@ class _Asked:
         return is_true(self.environ.get(variable, ""))
 
     def flag(self, name: str) -> bool:
-        """Return an option that is true or false; from a command line it comes as text."""
+        """Return an option that is true or false. A command line gives it as text."""
         value = str(self.options.get(name, False))
         if not is_true(value) and value.strip().lower() not in ("false", "0", "no", "off"):
-            raise ValueError(f"the store option {name} is true or false")
+            raise ValueError(f"the store option {name} is not a flag, expected true or false")
         return is_true(value)
 
     def number(self, name: str, default: float, least: float = 1e-3) -> float:
@@ -179,7 +181,7 @@ def settings_of(address: Address, options: Mapping[str, Any], environ: Mapping[s
     unused = (*_OWN_OPTIONS, *(_KEYS if isinstance(login, Keys) else ()))
     others = {name: value for name, value in options.items() if name not in unused}
     client = {name: others.pop(name) for name in [*others] if _is_of_client(name)}
-    if endpoint.startswith("http://"):  # which is allowed, see `_endpoint`
+    if endpoint.startswith("http://"):  # `_endpoint` has checked that this is allowed
         client["allow_http"] = True
     relevant = {name: value for name, value in environ.items() if name.startswith(_VARIABLES)}
     login = options.get("credential_provider", login)
@@ -200,7 +202,7 @@ def settings_of(address: Address, options: Mapping[str, Any], environ: Mapping[s
     )
 
 
-# Settings of obstore, of which empty ones are left out; where credentials come from; and the endpoint.
+# Settings of obstore, where empty settings count as missing; where credentials come from; and the endpoint.
 _Decided = tuple[dict[str, Any], "Keys | OfBoto3 | OfGoogleAuth | None", str]
 
 # ------------------------------------------------------------------------------------------------ AWS
@@ -222,7 +224,7 @@ def _s3(asked: _Asked) -> _Decided:
         unsigned = not endpoint.startswith("http://") or _is_loopback(endpoint)
     config = {
         "region": region,
-        "aws_endpoint_url_s3": endpoint,  # which wins over all others in obstore
+        "aws_endpoint_url_s3": endpoint,  # obstore prefers it to all other credentials
         "unsigned_payload": unsigned,
         "skip_signature": asked.flag("anonymous") or None,
     }
@@ -257,7 +259,7 @@ def _gcs(asked: _Asked) -> _Decided:
 
 
 def _google_login(asked: _Asked, *, is_emulated: bool) -> tuple[dict[str, Any], OfGoogleAuth | None]:
-    """Choose credentials, and return settings of obstore that name them."""
+    """Choose credentials. Return settings of obstore that name them."""
     if any(name in asked.options for name in _GOOGLE):
         return {}, None
     if "credentials_path" in asked.options:
@@ -277,7 +279,7 @@ def _emulator(environ: Mapping[str, str]) -> str:
 
 
 def _default_credentials(environ: Mapping[str, str]) -> str:
-    """Return the file of `gcloud auth application-default login`, if it is there."""
+    """Return the file of `gcloud auth application-default login`, if it exists."""
     home = environ.get("HOME") or os.path.expanduser("~")
     folder = environ.get("CLOUDSDK_CONFIG") or os.path.join(home, ".config", "gcloud")
     path = os.path.join(folder, "application_default_credentials.json")
@@ -285,11 +287,11 @@ def _default_credentials(environ: Mapping[str, str]) -> str:
 
 
 def _google_file(path: str) -> tuple[dict[str, Any], OfGoogleAuth | None]:
-    """Let obstore read a file of credentials if it knows its kind, else google-auth."""
+    """Let obstore read a file of credentials if it knows its kind; else let google-auth read it."""
     try:
         with open(path, "rb") as file:
             kind = str(json.load(file).get("type", "service_account"))
-    except (ValueError, AttributeError):  # whose messages may show the file
+    except (ValueError, AttributeError):  # not chained: its message may show the file
         raise ValueError(f"{path} is not a file of Google credentials") from None
     except OSError as error:
         raise type(error)(f"the Google credentials at {path} cannot be read: {error.strerror}") from None
@@ -315,7 +317,7 @@ def _azure(asked: _Asked) -> _Decided:
             "store option account_name"
         )
     config: dict[str, Any] = {"account_name": account}
-    if told.get("account_name", account) == account:  # else they are those of another account
+    if told.get("account_name", account) == account:  # the keys of the environment belong to that account
         config |= told
     if not told and "AZURE_STORAGE_ACCOUNT_KEY" not in asked.environ:
         config["account_key"] = asked.environ.get("AZURE_STORAGE_KEY")
@@ -355,8 +357,8 @@ def is_true(text: str) -> bool:
 def _endpoint(
     asked: _Asked, of_url: str, variables: Iterable[str], otherwise: str = "", region: str = "{region}"
 ) -> str:
-    """Choose the address of the server. Refuse one without its scheme, and one that carries secrets; neither is shown.
-    Refuse one without encryption, unless it is on this machine or was allowed."""
+    """Choose the address of the server. Refuse an address without its scheme, or with credentials in it, and do not
+    show it. Refuse http, unless the server is on this machine or http was allowed."""
     url, variable = asked.address.url, _ALLOW_HTTP[asked.address.cloud]
     endpoint = asked.choose("endpoint", of_url, variables, otherwise).replace("{region}", region).rstrip("/")
     try:
@@ -391,7 +393,7 @@ def _is_loopback(endpoint: str) -> bool:
 
 
 def _items(values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Return settings as a value that can be compared. Headers are the only ones that have several values."""
+    """Return settings as a value that can be compared. Only headers are dicts."""
     return tuple(
         (name, tuple(sorted(value.items())) if isinstance(value, dict) else value)
         for name, value in sorted(values.items())

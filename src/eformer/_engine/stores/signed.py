@@ -1,8 +1,8 @@
-"""Read a signed checkpoint so that every byte is checked against its signed SHA-256 before anyone sees it.
+"""Read a signed checkpoint so that every byte is checked against its signed SHA-256 before it is used.
 
-A `SignedStore` has the files that were signed and no others. It reads a piece into memory of this process, digests that
-memory, and hands out bytes of it: a file that is swapped or written to at any moment is found, or has no effect. No
-path of it leads to this machine's disk, so that nothing is read around it.
+A `SignedStore` has exactly the signed files. It reads a piece into memory of this process, digests that memory, and
+returns bytes of it. So a file that is swapped or written to at any moment is detected or has no effect. The store gives
+out no path on this machine's disk, so that no reader can go around it.
 """
 
 from __future__ import annotations
@@ -41,23 +41,24 @@ if TYPE_CHECKING:
     from eformer._engine.tasks.progress import Meter
 
 _ALL_DEPTHS = 10**6
-_MOST_LOOKS = 10  # at a checkpoint that is being saved to
+_MOST_LOOKS = 10  # tries to look at a checkpoint while a save replaces it
 
 
 # ---------------------------------------------------------------------------------------------- look
 
 
 def scope_of(store: Store, file: str) -> str | None:
-    """Tell which signature a file of the store has: the file for its own, "" for that of the directory, None for none.
+    """Return the scope of the signature of a file: the file itself, "" for the whole directory, None if it is not
+    signed.
 
-    Without a `file`, look for that of the directory.
+    Without a `file`, look for the signature of the directory.
     """
     scopes = (file, "") if file else ("",)
     return next((scope for scope in scopes if store.exists(signature_name(scope))), None)
 
 
 def claimed_signer(store: Store, scope: str) -> str:
-    """Return the id of the key that a signature names. Anyone can write it."""
+    """Return the id of the key that a signature names. It proves nothing: any program can write it."""
     name = signature_name(scope)
     try:
         return parse_envelope(_read_signature(store, name), store.path_to(name)).key_id
@@ -66,16 +67,17 @@ def claimed_signer(store: Store, scope: str) -> str:
 
 
 def signed_store(store: Store, scope: str, verifier: Verifier) -> SignedStore:
-    """Return the store of the files that the owner of the key has signed: one file, or with "" those of a directory.
+    """Return the store of the files that the owner of the key has signed: one file or, with "", all files of a
+    directory.
 
-    Raise SignatureError if there is no such signature, or it is not the owner's, AlteredError if there are other files
-    than those signed, or files of other lengths.
+    Raise SignatureError if the signature is missing or not the owner's, and AlteredError if files were added, are
+    missing, or have other lengths than the signed files.
     """
     found, problems = look_at_signed(store, scope, verifier, SignedStore.differences)
     if problems:
         where = store.path_to(scope) if scope else store.url
         raise AlteredError(
-            f"{where} is not what was signed, or was saved again since: {few([str(each) for each in problems])}"
+            f"{where} differs from its signature, or was saved again since: {few([str(each) for each in problems])}"
         )
     return found
 
@@ -83,26 +85,26 @@ def signed_store(store: Store, scope: str, verifier: Verifier) -> SignedStore:
 def look_at_signed(
     store: Store, scope: str, verifier: Verifier, find_damages: Callable[[SignedStore], list[Damage]]
 ) -> tuple[SignedStore, list[Damage]]:
-    """Return the store of the signed files, and what is wrong with them.
+    """Return the store of the signed files, and the differences from the signature.
 
-    While somebody saves or signs, the files are not those of the signature that was read: then look again.
+    During a save or a signing, the files and the signature that was read may not belong together. Then look again.
     """
     name = signature_name(scope)
     origin = store.path_to(name)
     for _ in range(_MOST_LOOKS):
         data = _read_signature(store, name)
         found = SignedStore(store, _files_in(data, scope, verifier, origin), scope)
-        with suppress(FileNotFoundError):  # a directory for scratch files has gone
+        with suppress(FileNotFoundError):  # a scratch directory disappeared during the listing
             if not (damages := find_damages(found)) or _read_signature(store, name) == data:
                 return found, damages
-    raise SignatureError(f"{origin} does not stay what it is long enough to be checked; try again later")
+    raise SignatureError(f"{origin} changes too often to be checked; try again later")
 
 
 def _read_signature(store: Store, name: str) -> bytes:
     try:
         return read_whole(store, name, MOST_BYTES)[0]
     except FileNotFoundError:
-        raise SignatureError(f"{store.url} is not signed: there is no {store.path_to(name)}") from None
+        raise SignatureError(f"{store.url} is not signed: {store.path_to(name)} does not exist") from None
     except FormatError as error:  # a link, a directory, or far too long
         raise SignatureError(str(error)) from error
 
@@ -126,7 +128,7 @@ def files_to_sign(store: Store) -> dict[str, int]:
 
 
 def digest_files(store: Store, sizes: Mapping[str, int], meter: Meter = SILENT) -> list[SignedFile]:
-    """Digest files on all cores, each piece by whichever is free."""
+    """Digest files, their pieces on all cores."""
     names, nbytes = list(sizes), list(sizes.values())
     found = [[""] * count_pieces(size) for size in nbytes]
     files, buffers = store.open(names), threading.local()
@@ -142,7 +144,7 @@ def digest_files(store: Store, sizes: Mapping[str, int], meter: Meter = SILENT) 
 
     tasks = (partial(digest, n, piece) for n, pieces in enumerate(found) for piece in range(len(pieces)))
     try:
-        # SHA-256 does not hold the interpreter lock, so more threads than for other reads are worth it.
+        # SHA-256 does not hold the interpreter lock, so more threads help here than for other reads.
         run_all(tasks, max(store.read_threads, os.cpu_count() or 1))
     finally:
         files.close()
@@ -152,7 +154,7 @@ def digest_files(store: Store, sizes: Mapping[str, int], meter: Meter = SILENT) 
 
 
 def _buffer(local: threading.local) -> memoryview:
-    """Return memory for one piece, which each thread has once."""
+    """Return memory for one piece. Each thread has its own."""
     if not hasattr(local, "memory"):
         local.memory = memoryview(bytearray(PIECE_BYTES))
     memory: memoryview = local.memory
@@ -163,9 +165,9 @@ def _buffer(local: threading.local) -> memoryview:
 
 
 class SignedStore(ListedStore):
-    """The signed files of a directory, or one signed file of it."""
+    """The signed files of a directory, or a single signed file of it."""
 
-    read_bytes = 8 * PIECE_BYTES  # so that most pieces are read where they are wanted
+    read_bytes = 8 * PIECE_BYTES  # a piece, so that most pieces are read directly to where they are wanted
     missing = "does not exist, or is not signed"
 
     def __init__(self, store: Store, files: Mapping[str, SignedFile], scope: str = "") -> None:
@@ -177,7 +179,7 @@ class SignedStore(ListedStore):
 
     def _enter(self, path: str) -> None:
         self._path, self.url = path, self._store.path_to(path) if path else self._store.url
-        self.refusal = f"{self.url} is read with key=, and a signed checkpoint is not changed"
+        self.refusal = f"{self.url} is read with key=, which makes it read-only"
 
     @property
     def listing(self) -> Listing:
@@ -195,12 +197,13 @@ class SignedStore(ListedStore):
 
     def parent(self) -> tuple[Self, str]:
         if not self._path:
-            raise SignatureError(f"what is around {self.url} is not signed")
+            raise SignatureError(f"the directory around {self.url} is not signed")
         return super().parent()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Raise at the end that something was altered, even if a reader took it for damage and went on without."""
+        """Raise AlteredError at the end if a file was altered, even if a reader took it for damage and went on without
+        the file."""
         try:
             yield
         except Exception as error:
@@ -213,7 +216,7 @@ class SignedStore(ListedStore):
     # ---------------------------------------------------------------------------------------- look
 
     def differences(self) -> list[Damage]:
-        """Find files that were added or removed since they were signed, or have other lengths. Read no content."""
+        """Find files that were added or removed since the signing, or have other lengths. Read no content."""
         there = {self._scope: -1} if self._scope else files_to_sign(self._store)
         damages = [
             Damage("", printable(name), 0, nbytes, "were added after it was signed")
@@ -222,8 +225,8 @@ class SignedStore(ListedStore):
         ]
         for name, file in self.files.items():
             if there.get(name) != file.nbytes and (now := self._nbytes_now(name)) != file.nbytes:
-                gone = "are missing, and were signed"
-                problem = gone if now is None else f"are the whole file, and {file.nbytes} were signed"
+                gone = "are missing, although they were signed"
+                problem = gone if now is None else f"are the whole file, expected {file.nbytes} bytes"
                 damages.append(Damage("", printable(name), 0, file.nbytes if now is None else now, problem))
         return damages
 
@@ -238,13 +241,13 @@ class SignedStore(ListedStore):
                 if digest != signed:
                     start = piece * PIECE_BYTES
                     stop = min(start + PIECE_BYTES, file.nbytes)
-                    problem = f"are not what was signed: their SHA-256 is {digest}, expected {signed}"
+                    problem = f"differ from the signature: their SHA-256 is {digest}, expected {signed}"
                     damages.append(Damage("", printable(now.name), start, stop, problem))
         return damages
 
     @property
     def nbytes(self) -> int:
-        """How many bytes were signed."""
+        """Return the number of signed bytes."""
         return sum(self._listing.sizes.values())
 
     def _nbytes_now(self, name: str) -> int | None:
@@ -257,7 +260,7 @@ class SignedStore(ListedStore):
     # ---------------------------------------------------------------------------------------- read
 
     def _version(self, path: str) -> Version:
-        return self._store.read(path, 0, 0)[1].version  # of what is read next, or the digests differ
+        return self._store.read(path, 0, 0)[1].version  # if later reads have another one, digests differ
 
     def open(self, names: Sequence[str], versions: Mapping[str, Version] | None = None) -> SignedFiles:
         paths = [self.inside(name) for name in names]
@@ -269,7 +272,7 @@ class SignedStore(ListedStore):
 
 
 class _Piece:
-    """A piece that is read once, by the first thread that needs it."""
+    """A piece. The first thread that needs it reads it, and other threads wait."""
 
     __slots__ = ("lock", "memory")
 
@@ -279,10 +282,10 @@ class _Piece:
 
 
 class SignedFiles(UnchangingFiles):
-    """Signed files by number. A few pieces are kept, since reads begin and end inside of them.
+    """Signed files by number. A few pieces are kept, because reads begin and end inside of pieces.
 
-    None is mapped: a mapped file can change after it was checked. None counts as rewritten: what was read was checked,
-    whatever the files have become since.
+    No file is mapped, because a mapped file can change after it was checked. No file counts as rewritten, because all
+    bytes that were read were checked, whatever the files contain now.
     """
 
     def __init__(self, files: Files, signed: Sequence[SignedFile], store: SignedStore) -> None:
@@ -306,7 +309,7 @@ class SignedFiles(UnchangingFiles):
         return max(0, stop - offset)
 
     def _kept(self, number: int, piece: int, nbytes: int) -> memoryview:
-        """Return a piece that was checked, and keep it for the reads beside this one."""
+        """Return a checked piece, and keep it for neighbouring reads."""
         with self._lock:
             found = self._piece(number, piece)
         with found.lock:
@@ -317,7 +320,7 @@ class SignedFiles(UnchangingFiles):
             return found.memory
 
     def _read_checked(self, number: int, piece: int, memory: memoryview) -> None:
-        """Read a whole piece, and check it where it is now: what the file has later does not matter."""
+        """Read a whole piece, and check the bytes in memory, so that later changes of the file do not matter."""
         file, start = self._signed[number], piece * PIECE_BYTES
         signed, digest = file.sha256[piece], self._read(number, memory, start)
         if (
@@ -325,10 +328,10 @@ class SignedFiles(UnchangingFiles):
             and isinstance(self._files, KeepsCopies)
             and self._files.forget(number, start, len(memory))
         ):
-            digest = self._read(number, memory, start)  # from its source, once
+            digest = self._read(number, memory, start)  # from the source: the cached copy may be damaged
         if digest != signed:
             error = AlteredError(
-                f"{self._store.path_of(file)} is not what was signed: the SHA-256 of its {len(memory)} "
+                f"{self._store.path_of(file)} differs from its signature: the SHA-256 of its {len(memory)} "
                 f"bytes from {start} on is {digest}, expected {signed}"
             )
             self._store.alarms.append(error)

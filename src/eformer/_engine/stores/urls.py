@@ -1,6 +1,6 @@
 """Understand paths as people write them: URLs of buckets, file:// URLs, and local paths with "~".
 
-Nothing here repeats a query, a fragment or a user name of the URL of a bucket: they may carry secrets.
+No message repeats a query, a fragment or a user name of the URL of a bucket, because they may carry secrets.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _CLOUDS: dict[str, Cloud] = {
 }
 _WEB = ("https", "http")
 
-# pathlib turns s3://bucket into s3:/bucket and s3:// into s3:, and os.path.abspath into /here/s3:/bucket: a local
-# directory called "s3:".
+# pathlib turns s3://bucket into s3:/bucket and s3:// into s3:, and os.path.abspath makes /here/s3:/bucket, a local path
+# with a directory called "s3:".
 _CUT_URL = re.compile(
     rf"(?:^|/)((?:{'|'.join((*_CLOUDS, *_WEB, 'hf', 'file'))}):)(?:/(?!/)|$)", re.IGNORECASE
 )
@@ -41,9 +41,9 @@ _AZURE = (
     r"(?P<suffix>core\.windows\.net|core\.chinacloudapi\.cn|core\.usgovcloudapi\.net)"
 )
 _AZURE_ENDPOINT = "https://{account}.blob.{suffix}"
-_FIRST = r"(?:(?P<bucket>.+)\.)?"  # else the bucket is the first part of the path
+_FIRST = r"(?:(?P<bucket>.+)\.)?"  # else the bucket is the first name in the path
 
-# Hosts of https URLs, the endpoints that they name, and the region of those that name none. The first match counts.
+# Hosts of https URLs, the endpoints that they name, and the region where the host names none. The first match counts.
 _HOSTS: tuple[tuple[Cloud, str, str, str], ...] = (
     ("s3", rf"{_FIRST}s3\.amazonaws\.com", "https://s3.{{region}}.amazonaws.com", ""),
     (
@@ -72,7 +72,7 @@ class Address(Struct, frozen=True):
     """A place in a bucket.
 
     url        the bucket as the caller has written it, for messages
-    bucket     its name; for Azure that of the container
+    bucket     its name; for Azure the name of the container
     path       the beginning of the keys
     endpoint   the server that the URL names, perhaps with {region} for the region of the settings
     region     the region that the URL names
@@ -95,7 +95,7 @@ def is_bucket_url(path: str) -> bool:
 
 
 def refuse_cut_url(path: str) -> None:
-    """Raise ValueError for a local path that is a URL without one of its slashes, or ends in one."""
+    """Raise ValueError for a local path that is, or ends in, a URL without one of its slashes."""
     if cut := _CUT_URL.search(path):
         url = shown(f"{cut[1]}//{path[cut.end() :]}")
         written = url.replace("//", "/", 1)
@@ -131,8 +131,14 @@ def parse_url(url: str) -> Address:
     return Address(_CLOUDS[scheme], f"{scheme}://{host}", host, path)
 
 
+def is_same_bucket(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> bool:
+    """Tell whether two paths are URLs of the same bucket."""
+    urls = os.fspath(first), os.fspath(second)
+    return all(map(is_bucket_url, urls)) and parse_url(urls[0]).url == parse_url(urls[1]).url
+
+
 def shown(url: str) -> str:
-    """Return a URL without what may be a secret in it."""
+    """Return a URL without its query, fragment and user name, which may hold secrets."""
     scheme, _, rest = re.split(r"[?#]", url, maxsplit=1)[0].partition("://")
     host, slash, path = rest.partition("/")
     if "@" in host and scheme not in ("abfs", "abfss"):
@@ -143,7 +149,7 @@ def shown(url: str) -> str:
 def _checked_path(path: str, url: str) -> str:
     path = path.strip("/")
     if path and {"", ".", ".."} & set(path.split("/")):
-        raise ValueError(f"{shown(url)}: the parts of a path in a bucket are not empty, '.' or '..'")
+        raise ValueError(f"{shown(url)}: a path in a bucket has no empty names, and neither '.' nor '..'")
     return path
 
 
@@ -164,7 +170,8 @@ def _azure(scheme: str, host: str, path: str) -> Address:
 
 
 def _web(url: str) -> Address:
-    """Understand the https URLs of the clouds: the bucket is in the name of the host, or the first part of the path."""
+    """Understand the https URLs of the clouds. The bucket is in the name of the host, or is the first name in the
+    path."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     for cloud, pattern, endpoint, region in _HOSTS:  # noqa: B007
@@ -200,9 +207,9 @@ def _web(url: str) -> Address:
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """Return a path of this machine, for a path that may begin with "~" or be a file:// URL.
+    """Return a local path, given a path that may begin with "~" or be a file:// URL.
 
-    Refuse any other URL, which would quietly name a directory of this machine.
+    Refuse any other URL, which would otherwise name a local directory.
     """
     text = os.fspath(path)
     if not text:
@@ -210,11 +217,11 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     if is_file_url(text):
         return Path(path_of_file_url(text))
     if is_bucket_url(text):
-        raise ValueError(f"{path} is in a bucket, and this works in local directories only; copy it first")
+        raise ValueError(f"{path} is in a bucket, expected a local path; copy it first")
     if "://" in text:
         raise ValueError(
-            f"{path} is a URL of a kind that is not known here; buckets are s3://, gs:// and az://, local files are "
-            "file:// or a path"
+            f"{path} is a URL of an unknown kind; expected s3://, gs:// or az:// for a bucket, file:// or a path for a "
+            "local file"
         )
     refuse_cut_url(text)
     found = Path(with_home(text))
@@ -222,8 +229,8 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
 
 def with_home(path: str) -> str:
-    """Return a path with its leading "~" or "~user" replaced as a shell does: a name that is not a user stays."""
-    return os.path.expanduser(path)  # pathlib raises for a name that is not a user
+    """Return a path with a leading "~" or "~user" replaced as by a shell. The name of an unknown user stays."""
+    return os.path.expanduser(path)  # pathlib raises for an unknown user
 
 
 def is_file_url(path: str) -> bool:
@@ -231,7 +238,7 @@ def is_file_url(path: str) -> bool:
 
 
 def path_of_file_url(url: str) -> str:
-    """Return the absolute path of this machine that a file:// URL names, decoded as RFC 8089 says."""
+    """Return the absolute local path that a file:// URL names, decoded as in RFC 8089."""
     if not url.startswith(("file:///", "file://localhost/")):
         raise ValueError(f"{url!r} is not a local path: expected file:///absolute/path")
     return os.fsdecode(unquote_to_bytes(url.removeprefix("file://").removeprefix("localhost")))

@@ -1,4 +1,4 @@
-"""Files by number that are made of others: parts of one file, which are scattered or have to be decoded, and groups."""
+"""Virtual files by number: made of scattered ranges of a real file, decoded from it, or chained from two groups."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from eformer._engine.stores.base import Files
 
 ReadInto = Callable[[memoryview, int], int]
-"""Fills memory from an offset of the file on; returns the number of bytes, less only at the end of the file."""
+"""Fills memory from an offset of the file on. Returns the number of bytes, which is smaller only at the end of the
+file."""
 
 
 class VirtualFile(Protocol):
-    """A sequence of bytes that is computed from those of a real file."""
+    """A sequence of bytes that is computed from a real file."""
 
     @property
     def name(self) -> str: ...
@@ -84,7 +85,7 @@ class BinaryFile(io.RawIOBase):
 
 
 class UnchangingFiles:
-    """The base of files by number that stay as they are while they are open, and have no memory to be mapped."""
+    """The base of files by number that do not change while they are open, and cannot be mapped."""
 
     def map(self, number: int) -> np.ndarray[Any, Any] | None:
         return None
@@ -100,7 +101,7 @@ class UnchangingFiles:
 
 
 class ChainedFiles:
-    """Two groups of files under consecutive numbers: `count` files of `first`, followed by those of `then`."""
+    """Two groups of files under consecutive numbers: `count` files of `first`, then the files of `then`."""
 
     def __init__(self, first: Files, count: int, then: Files) -> None:
         self._first, self._count, self._then = first, count, then
@@ -134,7 +135,7 @@ class ChainedFiles:
 
 
 class VirtualFiles(ChainedFiles):
-    """Files under their numbers, `count` of them, and after them virtual files, each made of the file of a number."""
+    """The first `count` files under their own numbers, then virtual files, each made of the file of a given number."""
 
     def __init__(self, files: Files, parts: Sequence[tuple[int, VirtualFile]], count: int = 1) -> None:
         super().__init__(files, count, _Parts(files, parts))

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Verification:
     """Report what `verify` found. `print` shows it.
 
     damages         every damaged or missing range of bytes
@@ -69,7 +69,7 @@ class Report:
     left_out: tuple[str, ...] = ()
     is_signed: bool = False
     signed_by: str | None = None
-    steps: tuple[Report, ...] = ()
+    steps: tuple[Verification, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -114,7 +114,7 @@ def verify(
     step: int | None = None,
     signed_by: Key | None = None,
     progress: Progress = None,
-) -> Report:
+) -> Verification:
     """Check every leaf of every tree at `path`, and the headers of the files, against their digests; and that the
     indexes for other readers, and the marks of databases, are those of the manifest.
 
@@ -123,7 +123,7 @@ def verify(
     function of the bytes read and the total.
 
     The path of a run checks all of its steps; `step` checks one of them. A step that cannot be read at all is a damage
-    then. `Report.steps` has the report of each step.
+    then. `Verification.steps` has the report of each step.
 
     `signed_by` is a public key: the path of a PEM file, or its content. Every byte of every file is then compared with
     the signature of its owner, too; files that were added or removed since are damages. A checkpoint that is not
@@ -147,15 +147,15 @@ def verify(
         return _verify_one(path, key, progress)
 
 
-def _verify_one(path: str | os.PathLike[str], key: PublicKey | None, progress: Progress) -> Report:
+def _verify_one(path: str | os.PathLike[str], key: PublicKey | None, progress: Progress) -> Verification:
     if key is None:
         return reread(path, lambda found: _report(found, progress))
     return _verify_signed(path, key, progress)
 
 
-def _verify_run(path: str | os.PathLike[str], key: PublicKey | None, progress: Progress) -> Report:
+def _verify_run(path: str | os.PathLike[str], key: PublicKey | None, progress: Progress) -> Verification:
     """Check the steps of a run, one after the other. Leave out steps that are removed meanwhile."""
-    reports: list[Report] = []
+    reports: list[Verification] = []
     while not reports:
         if not (there := steps(path)):
             raise NotFoundError(f"{store_at(path).url} has no steps any more: they were removed meanwhile")
@@ -168,7 +168,7 @@ def _verify_run(path: str | os.PathLike[str], key: PublicKey | None, progress: P
     if later := later_of_flax(store):
         reports.append(_report_of(store.path_to(later), key, progress))
     named = [(report.path.rpartition("/")[2], report) for report in reports]
-    return Report(
+    return Verification(
         path=store.url,
         trees=sum(report.trees for report in reports),
         leaves=sum(report.leaves for report in reports),
@@ -187,14 +187,14 @@ def _verify_run(path: str | os.PathLike[str], key: PublicKey | None, progress: P
     )
 
 
-def _report_of(path: str, key: PublicKey | None, progress: Progress) -> Report:
+def _report_of(path: str, key: PublicKey | None, progress: Progress) -> Verification:
     """Check one of several checkpoints. That it cannot be read is a damage, too."""
     try:
         _require_inside(path)
         return _verify_one(path, key, progress)
     except (EformerError, OSError) as error:
         state = "fails the check of its signature" if isinstance(error, SignatureError) else "cannot be read"
-        return Report(path, 0, 0, 0, False, (Damage("", "", 0, 0, f"{state}: {error}"),))
+        return Verification(path, 0, 0, 0, False, (Damage("", "", 0, 0, f"{state}: {error}"),))
 
 
 def _require_inside(path: str) -> None:
@@ -209,7 +209,7 @@ def _is_gone(step: Step) -> bool:
     return step.number not in {number for number, there in steps_in(store) if there == name}
 
 
-def _verify_signed(path: str | os.PathLike[str], key: PublicKey, progress: Progress) -> Report:
+def _verify_signed(path: str | os.PathLike[str], key: PublicKey, progress: Progress) -> Verification:
     store, name, scope = signed_place(*locate(path))
 
     def find_damages(signed: SignedStore) -> list[Damage]:
@@ -223,11 +223,11 @@ def _verify_signed(path: str | os.PathLike[str], key: PublicKey, progress: Progr
     except (EformerError, OSError):
         if not altered:
             raise
-        report = Report(where, 0, 0, 0, False, ())  # what was altered says enough
+        report = Verification(where, 0, 0, 0, False, ())  # what was altered says enough
     return replace(report, damages=(*altered, *report.damages), signed_by=key.id)
 
 
-def _report(found: Found, progress: Progress) -> Report:
+def _report(found: Found, progress: Progress) -> Verification:
     trees, damages = _readable_trees(found)
     with metered(progress, sum(tree.nbytes for tree in trees), "verifying") as meter:
         damages += [damage for tree in trees for damage in _damages(found, tree, meter)]
@@ -236,7 +236,7 @@ def _report(found: Found, progress: Progress) -> Report:
     damages += found.check_beside()
     if damages and was_replaced(found):
         raise ReplacedError
-    return Report(
+    return Verification(
         path=str(found.path),
         trees=len(found.trees),
         leaves=sum(len(tree.leaves) + len(tree.raw_values) for tree in trees),

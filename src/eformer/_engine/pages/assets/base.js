@@ -1,7 +1,7 @@
 // Helpers of all pages: numbers and names as text, elements, the theme.
 //
-// A page is drawn by `eformer.start(source)`; a page never looks at its data otherwise. The source of a checkpoint has its
-// data in the page or from a server (source.js, live.js):
+// A page is drawn by `eformer.start(source)`; all data of a page come from its source. The source of a checkpoint has
+// them in the page or asks a server (source.js, live.js):
 //
 //   summary    {kind: "checkpoint", title, path, format, writer, saved_at, leaves, values, params, nbytes, files,
 //              dtypes: [{dtype, leaves, nbytes, params}], metadata: {name: text}, verification: {state, text},
@@ -18,14 +18,14 @@
 //              -> [row]; sort is "" for the order of the tree, "name", "params", "nbytes", "dtype", "std" or "change".
 //              A search finds leaves whose names contain the query, or match it as a glob
 //   find(path, kind)     -> row
-//   largest(row, most)   -> the largest rows below a group, and one of the kind "rest" for all others
-//   statistics(row)      -> null, or those of a leaf that was read, as below
+//   largest(row, most)   -> the largest rows below a group, and one row of the kind "rest" for the remaining rows
+//   statistics(row)      -> null, or the statistics of a leaf that was read, as below
 //   leaf(path) -> a promise of {path, dtype, shape, nbytes, params, value, boxes, sharding: {spec: [[axis]], mesh: [[axis,
 //              size]]}, statistics: {size, min, max, mean, std, zeros, nan, posinf, neginf, magnitudes, histogram: {low,
 //              high, scale, counts, below, above}}, problem, damaged, checked, change: {status, what, relative, largest,
 //              share, unlike, from_zero, became_nan, became_inf}}
 //
-// A path is that of record/outline.py: escaped parts joined by dots; "" is the root.
+// Paths are written as by record/outline.py: escaped parts joined by dots; "" is the root.
 "use strict";
 const eformer = {};
 (() => {
@@ -45,7 +45,7 @@ const eformer = {};
     return String(n);
   };
   const trim = (text) => text.includes(".") ? text.replace(/\.?0+$/, "") : text;
-  // A number with so many digits; without zeros at the end, unless it stands in a column.
+  // A number with so many digits; without trailing zeros, except in a column.
   eformer.number = (n, digits = 4, { isColumn = false } = {}) => {
     const trimmed = isColumn ? (text) => text : trim;
     if (n === null || n === undefined) return "–";
@@ -71,13 +71,13 @@ const eformer = {};
   };
   eformer.shape = (shape) => shape.length ? shape.join(" × ") : "scalar";
 
-  // Show what a name contains: control characters and marks that change the direction are visible, never in effect.
+  // Make control characters and marks of direction in a name visible, so that they have no effect.
   const hidden = /[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g;
   eformer.visible = (text) => String(text).replace(hidden, (c) => {
     const code = c.charCodeAt(0);
     return code < 256 ? `\\x${code.toString(16).padStart(2, "0")}` : `\\u${code.toString(16).padStart(4, "0")}`;
   });
-  // The parts of a path as people write them: see record/names.py and record/outline.py.
+  // The parts of a path, unescaped: see record/names.py and record/outline.py.
   eformer.label = (part) => !part.includes("%") ? part : part.split(".").map((one) => {
     if (one.startsWith("%*")) return unescape(one.slice(2)).replace(/(\d+)-(\d+)/, "$1–$2");
     if (one === "%=") return "(itself)";
@@ -96,7 +96,7 @@ const eformer = {};
   eformer.leafPath = (path) => path.includes("%")
     ? path.split(".").filter((part) => !part.startsWith("%*") && part !== "%=").join(".") : path;
 
-  // Make an element: h("a.class", {attributes and properties}, ...children). Text is only ever text.
+  // Make an element: h("a.class", {attributes and properties}, ...children). Text is never parsed as markup.
   eformer.h = (what, ...rest) => element(document.createElement(what.split(".")[0]), what, rest);
   eformer.s = (what, ...rest) =>
     element(document.createElementNS("http://www.w3.org/2000/svg", what.split(".")[0]), what, rest);
@@ -113,7 +113,7 @@ const eformer = {};
     for (const child of rest.flat(3)) if (child !== null && child !== undefined && child !== false) made.append(child);
     return made;
   };
-  // A name: isolated, so that its direction does not reach what stands beside it, and breakable after its dots.
+  // A name: isolated, so that its direction does not affect the text beside it, and breakable after its dots.
   eformer.name = (text, options = {}) => {
     const made = eformer.h("bdi.name", options);
     for (const [n, part] of eformer.visible(text).split(".").entries()) {

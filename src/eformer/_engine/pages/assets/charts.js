@@ -1,4 +1,4 @@
-// Charts: bars of dtypes, treemap, histogram, sharding, heat map. Each has words for those who do not see it.
+// Charts: bars of dtypes, treemap, histogram, sharding, heat map. Each has a description for screen readers.
 "use strict";
 (() => {
   const { h, s, bytes, count, many, number, percent } = eformer;
@@ -17,7 +17,7 @@
     place(x, y);
   };
   eformer.hideTip = () => { if (tip) tip.hidden = true; };
-  // Show lines of text beside an element while it is pointed at or has the focus. `of` finds them by the event's target.
+  // Show lines of text beside an element under the pointer or with the focus. `of` returns them for an event's target.
   eformer.tips = (element, of) => {
     const at = (event) => of(event.target.closest("[data-tip]"));
     element.addEventListener("pointermove", (event) => {
@@ -53,7 +53,7 @@
   };
 
   // ----------------------------------------------------------------------------------------- treemap
-  // Squarified: rows of tiles whose sides are as equal as can be. Areas are in proportion to `nbytes`.
+  // Squarified: rows of tiles that are as square as possible. Areas are in proportion to `nbytes`.
   const squarified = (items, box) => {
     const total = items.reduce((sum, item) => sum + item.nbytes, 0);
     const scale = total ? (box.w * box.h) / total : 0;
@@ -91,7 +91,7 @@
     const choice = h("select", { id: "colour", "aria-label": "Colour of the treemap", onchange: () => draw() },
       modes.map(([value, text]) => h("option", { value }, `by ${text}`)));
     const dtypes = new Map(summary.dtypes.map((one, n) => [one.dtype, n]));
-    const kinds = new Map();  // names without numbers, which have a colour each
+    const kinds = new Map();  // names without their numbers; each has a colour
     let shown = null, tips = [];
 
     const paint = (made, item) => {
@@ -110,7 +110,7 @@
       item.kind === "group" ? many(item.leaves, "leaf", "leaves") : item.dtype || null,
       summary.against && item.change ? `change: ${eformer.changeText(item.change)}` : null];
 
-    // Draw a tile, and those inside of it where there is room. Tiles that hold others are only frames.
+    // Draw a tile, and the tiles inside of it where they fit. A tile with tiles inside is only a frame.
     const tiles = ({ item, x, y, w, h: high }, into, depth = 0) => {
       if (w < 3 || high < 3) return;
       const isFrame = depth < 3 && item.kids.length > 0 && w > 44 && high > 46;
@@ -119,7 +119,7 @@
         style: { left: `${x}px`, top: `${y}px`, width: `${w - 2}px`, height: `${high - 2}px` } });
       tips.push(words(item));
       if (!isFrame) paint(made, item);
-      if (eformer.became(item.change)) made.classList.add("alarm");  // in all colours; inside, it may be too small to see
+      if (eformer.became(item.change)) made.classList.add("alarm");  // in every colouring: an inner tile may be too small to see
       if (w > 30 && high > 16) {
         const label = h("span.label", h("bdi", eformer.visible(eformer.label(item.name))));
         if (item.count > 1) label.append(h("span.times", ` ×${item.count}`));
@@ -243,7 +243,7 @@
   };
 
   // ---------------------------------------------------------------------------------------- sharding
-  // Which device holds which box. Devices are numbered along the mesh, the last axis fastest, as the record does not
+  // The device of each box. Devices are numbered along the mesh, the last axis fastest, because the record does not
   // have their ids.
   const boxesOf = (leaf) => {
     const { spec, mesh } = leaf.sharding;
@@ -325,7 +325,7 @@
   // ----------------------------------------------------------------------------------------- changes
   eformer.became = (change) => (change?.became_nan ?? 0) + (change?.became_inf ?? 0);
   eformer.becameText = (change) => `became ${[change.became_nan ? "NaN" : null, change.became_inf ? "Inf" : null].filter(Boolean).join(", ")}`;
-  // How a change is painted: "became" in the colour of damage, "odd" hatched, "same" empty, and "" by its heat.
+  // The class of a change: "became" in the colour of damage, "odd" hatched, "same" empty, and "" by its heat.
   eformer.shadeOf = (change) => eformer.became(change) ? "became" : !change || change.status === "same" ? "same"
     : change.from_zero || change.relative ? "" : "odd";
   eformer.changeText = (change) => {
@@ -338,7 +338,7 @@
     if (change.relative !== undefined && change.relative !== null) return percent(change.relative);
     return change.status === "unknown" ? "not read" : "changed";
   };
-  // How strongly a change is painted, 0 to 1: on a logarithmic scale between the ends of `domain`.
+  // The strength of the colour of a change, 0 to 1: on a logarithmic scale between the ends of `domain`.
   let domain = [1e-4, 1];
   eformer.heatDomain = (found) => {
     const all = found.cells.map((cell) => cell[2]).filter((relative) => relative > 0);

@@ -1,4 +1,4 @@
-// Sources that ask the server of `eformer serve`: see base.js for what they have. Comes last, and starts the page.
+// Sources that ask the server of `eformer serve`, with the interface in base.js. This file is last, and starts the page.
 "use strict";
 (() => {
   const POLL = 2000, SOON = 400;  // milliseconds
@@ -13,7 +13,7 @@
     document.getElementById("app").removeAttribute("aria-busy");
   };
 
-  // Ask for facts. An answer that says why there are none is shown, and whoever waits for them waits for ever.
+  // Ask for facts. Show an error that the server returns; the promise is then never fulfilled.
   const against = new URLSearchParams(location.search).get("against") ?? undefined;
   const ask = async (name, parameters = {}, options = {}) => {
     const query = new URLSearchParams(Object.entries({ ...parameters, against }).filter(([, value]) => value !== undefined));
@@ -31,7 +31,7 @@
   const checkpointSource = async () => {
     const [summary, leaves, against] = await Promise.all(["summary", "columns", "changes"].map((name) => ask(name)));
     let reading = new AbortController();
-    // Whoever selects another leaf does not wait for this one any more: the server stops reading it.
+    // Selecting another leaf aborts the request, and the server stops reading the leaf.
     return eformer.checkpointSource({ summary, leaves, against }, (path) => {
       reading.abort();
       reading = new AbortController();
@@ -39,7 +39,7 @@
     });
   };
 
-  // The run is asked for again and again; it is sent only if it is another than before.
+  // Poll the run. The server sends it only if it has changed.
   const runSource = () => {
     let known = "";
     const look = async () => {

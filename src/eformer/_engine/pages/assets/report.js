@@ -58,9 +58,9 @@
     document.documentElement.dataset.ready = "true";
   };
 
-  // Begin with the leaf that people look for first: a damaged one, one that became NaN, the one that changed most, the largest.
+  // Begin with the first of these leaves: damaged, became NaN, changed most, largest.
   const first = async (source, summary, changes, tree, showLeaf) => {
-    if (summary.has_values === "on demand") return;  // the largest may take long to read
+    if (summary.has_values === "on demand") return;  // the largest leaf may take long to read
     const [largest] = source.search("", { sort: "nbytes", descending: true });
     const path = summary.verification.damaged?.[0] ?? changes?.became[0]?.path ?? changes?.largest[0]?.path ?? largest?.path;
     if (path === undefined) return;
@@ -86,7 +86,7 @@
       eformer.state(shade, sign, words, text, { title: text }));
   };
 
-  // The other steps of a run, to compare this one with.
+  // Links to the other steps of the run, to compare this step with.
   const choice = (run) => run?.steps.length ? h("p", h("label.choice", "compare with ", h("select", { id: "against",
     onchange: (event) => { location.search = event.target.value && `?against=${event.target.value}`; } },
   [h("option", { value: "" }, "nothing"), ...run.steps.map((step) => h("option", { value: step, selected: step === run.against }, `step ${step}`))]))) : null;
@@ -119,7 +119,7 @@
     const drawMap = (n) => {
       eformer.heatDomain(maps[n]);
       body.replaceChildren(eformer.heatmap(maps[n], goTo), eformer.heatLegend());
-      requestAnimationFrame(() => {  // of many layers, the first that became NaN is scrolled to
+      requestAnimationFrame(() => {  // scroll to the first layer that became NaN
         const loud = body.querySelector("td.became");
         if (loud) body.scrollLeft = loud.offsetLeft - body.clientWidth / 2;
       });

@@ -7,7 +7,7 @@
 (() => {
   const { h, s, bytes, count, many, number, percent } = eformer;
 
-  // A source that follows a run, `follow(draw)`, calls `draw(run)` whenever it is another than before.
+  // A source that follows a run, `follow(draw)`, calls `draw(run)` whenever the run has changed.
   eformer.drawRun = async (source) => {
     drawSteps(source, await source.run());
     document.documentElement.dataset.ready = "true";
@@ -15,7 +15,7 @@
   };
   const MOST_ROWS = 300;
   let isWhole = false;
-  // What is chosen, scrolled to and focused stays so while everything is drawn anew.
+  // Keep the choice, the scroll positions and the focus while everything is drawn again.
   let lastChosen = null;
   const keepingPlace = (draw) => {
     const table = document.querySelector("div.table"), focused = document.activeElement?.getAttribute("href");
@@ -73,7 +73,7 @@
         : [h("span.big", "all stay"), h("span.small.muted", "no rule was given, such as --keep 3")])));
   };
 
-  // Steps stand by their numbers; the axis has a margin so that the first and the last are whole.
+  // Steps are placed by their numbers, with a margin so that the first and the last are drawn whole.
   const axisOf = (steps) => {
     const low = steps[0]?.number ?? 0, high = steps.at(-1)?.number ?? 1;
     const at = (n) => high === low ? 0.5 : 0.012 + 0.976 * (n - low) / (high - low);
@@ -89,13 +89,13 @@
     alarm(step.change), typeof step.change?.relative === "number" ? `change since the step before: ${percent(step.change.relative)}` : null,
     step.is_removed ? "would be removed" : step.kept_by.length ? `stays: ${step.kept_by.join("; ")}` : null,
     Object.entries(step.metrics).slice(0, 6).map(([name, value]) => `${eformer.visible(name)} ${number(value, 4)}`).join(" · ")];
-  // Leaves that became NaN or infinite in this step, or are so.
+  // Text on leaves that became NaN or infinite in this step, or already were.
   const alarm = (change) => change?.became ? `${many(change.became, "leaf", "leaves")} became NaN or Inf`
     : change?.special ? `NaN or Inf in ${many(change.special, "leaf", "leaves")}` : null;
   const changeWords = (change) => change.problem ?? (change.from_zero ? "from zero" : (change.relative ?? null) === null ? "–" : percent(change.relative));
   const kind = (step) => step.problem ? "bad" : step.is_removed ? "gone" : "kept";
 
-  // A chart over steps, which says what is under the pointer and chooses a step when it is clicked.
+  // A chart over steps. It describes the step under the pointer, and a click chooses it.
   const plot = (run, axis, choose, chosen, { label, height, draw }) => {
     const width = 1000;
     const cursor = s("line.cursor", { y1: 0, y2: height, visibility: "hidden" });
@@ -173,7 +173,7 @@
       rows.set(step, row);
       return row;
     };
-    // Of thousands of steps the newest are drawn, and the others when they are asked for.
+    // Draw the newest of thousands of steps first, and older ones on request.
     const more = h("button.link", { type: "button", id: "all-steps", onclick: () => { isWhole = true; fill(); } });
     const fill = () => {
       const shown = isWhole ? newest : newest.slice(0, MOST_ROWS);

@@ -1,5 +1,5 @@
 // The leaves of a checkpoint as a tree, from the columns that facts.py writes: added up, sorted and searched here.
-// See base.js for what a source has.
+// base.js has the interface of a source.
 "use strict";
 (() => {
   eformer.embeddedData = () => JSON.parse(document.getElementById("data").textContent);
@@ -19,14 +19,14 @@
   };
   const flags = (lengths) => lengths.flatMap((length, n) => Array(length).fill(n % 2 === 1));
 
-  // `read` asks for a leaf that has to be read first; a page that is a file has what there is to know in its data.
+  // `read` asks the server for a leaf. A page in a file has no `read`, because its data are complete.
   //
-  // There may be hundreds of thousands of leaves, so a row is made when it is looked at. Rows come in the order of a walk:
-  // the leaves below a row are some that follow each other, and their bytes are a difference of two running sums.
+  // A checkpoint may have hundreds of thousands of leaves, so rows are made on first use. Rows come in the order of a walk:
+  // the leaves below a row follow each other, and their bytes are a difference of two running sums.
   eformer.checkpointSource = ({ summary, leaves, against }, read = null) => {
     const { depth, kinds, problems, statistics: columns } = leaves;
     const isLeaf = (n) => n > 0 && !(depth[n + 1] > depth[n]);  // every group but the root has rows
-    const firsts = sums(depth.length, isLeaf);  // how many leaves come before a row
+    const firsts = sums(depth.length, isLeaf);  // the number of leaves before a row
     const ends = new Int32Array(depth.length);  // the first row that is not below a row
     for (let n = ends.length - 1; n >= 0; n--) {
       let end = n + 1;
@@ -37,7 +37,7 @@
     const nbytes = sums(all, (n) => kinds[leaves.kind[n]][2]), params = sums(all, (n) => kinds[leaves.kind[n]][3]);
     const isChecked = flags(leaves.checked), isMeasured = flags(columns?.of ?? []), places = sums(all, (n) => isMeasured[n]);
     const changed = leaves.changes && changes(leaves.changes);
-    const found = new Map();  // the statistics of leaves by their numbers, from the columns or as they were read
+    const found = new Map();  // the statistics of leaves by their numbers, from the columns or from `read`
     const specialOf = (n) => {
       const at = places[n], one = found.get(n);
       if (one) return one.nan + one.posinf + one.neginf;
@@ -87,7 +87,7 @@
     }
     const root = new Row(0, null);
     const everyLeaf = (row = root) => row.kind === "leaf" ? [row] : row.kids.flatMap(everyLeaf);
-    // Groups above a leaf have a path that its own begins with, but for the parts that only rows have.
+    // The path of a leaf begins with the paths of the groups above it, without the parts that only rows have.
     const find = (path, kind, row = root) => {
       if (row.path === path && row.kind === kind) return row;
       const above = kind === "leaf" ? eformer.leafPath(row.path) : row.path;
@@ -108,7 +108,7 @@
       for (const name of ["zeros", "nan", "posinf", "neginf"]) made[name] = columns[name][n] ?? 0;
       return made;
     };
-    // A leaf was read: the rows above it say from now on what was found.
+    // Add the result of a leaf that was read to the rows above it.
     const note = (row, leaf) => {
       const n = row.from;
       found.set(n, leaf.statistics);
@@ -124,7 +124,7 @@
       nbytes: (row) => row.nbytes,
       dtype: (row) => row.dtype,
       std: (row) => statistics(row)?.std ?? 0,
-      change: (row) => weight(row.change),
+      change: (row) => strength(row.change),
     };
     const sorted = (list, { sort = "", descending = false } = {}) => {
       if (!(sort in keys)) return list;
@@ -136,7 +136,7 @@
       kind: "checkpoint", summary, changes: against ?? null, root, find, statistics,
       children: (row, order) => sorted(row.kids, order),
       search: (query, order) => sorted(everyLeaf().filter(matcher(query)), order),
-      // The largest rows below a group, and one for all others together, so that bytes add up.
+      // The largest rows below a group, and one row for the rest, so that bytes add up.
       largest(row, most) {
         row.bySize ??= row.kids.filter((kid) => kid.nbytes > 0).sort((a, b) => b.nbytes - a.nbytes);
         const rest = row.bySize.slice(most);
@@ -159,7 +159,7 @@
     };
   };
 
-  // Sums of so many numbers: the n-th is that of all before it.
+  // Running sums: the n-th is the sum of all numbers before the n-th.
   const sums = (count, of) => {
     const made = new Float64Array(count + 1);
     for (let n = 0; n < count; n++) made[n + 1] = made[n] + Number(of(n));
@@ -181,10 +181,10 @@
   };
   // The change of a group: the status of its leaves, "unknown" if they differ in it and any was not read, and the strongest.
   const combined = (some) => {
-    let status = some[0]?.status ?? "same", strongest = some[0] ?? {}, heaviest = weight(some[0]), became_nan = 0, became_inf = 0;
+    let status = some[0]?.status ?? "same", strongest = some[0] ?? {}, heaviest = strength(some[0]), became_nan = 0, became_inf = 0;
     for (const change of some) {
       if (change.status !== status) status = [status, change.status].includes("unknown") ? "unknown" : "changed";
-      const heavy = weight(change);
+      const heavy = strength(change);
       if (heavier(heavy, heaviest) > 0) [strongest, heaviest] = [change, heavy];
       became_nan += change.became_nan ?? 0;
       became_inf += change.became_inf ?? 0;
@@ -192,12 +192,12 @@
     const { relative, from_zero } = status === "unknown" ? {} : strongest;
     return withoutZeros({ status, relative, from_zero, became_nan, became_inf });
   };
-  // As `as_json` of changes.py: a relative change of 0 says that a leaf changed in its bits or its dtype alone.
+  // As in `as_json` of changes.py, a relative change of 0 is a leaf that changed in its bits or its dtype alone.
   const withoutZeros = (change) => Object.fromEntries(Object.entries(change).filter(([name, value]) => value
     || (name === "relative" && value === 0 && change.status === "changed")));
-  // Order changes as `weight` of changes.py does: a rank, and an amount within it.
+  // Order changes as `strength` of changes.py does: a rank, and an amount within it.
   const ranks = { same: 0, unknown: 1, changed: 2, added: 3 };
-  const weight = (change) => {
+  const strength = (change) => {
     if (!change) return [-1, 0];
     if (eformer.became(change)) return [6, eformer.became(change)];
     if (change.from_zero) return [5, 0];
@@ -209,7 +209,7 @@
   const compare = (a, b) => typeof a === "string" ? collator.compare(a, b) : Array.isArray(a) ? heavier(a, b) : a - b;
 
   const labelOf = (row) => row.label ??= eformer.label(row.path);
-  // Match names that contain the query, or match it if it is a glob; letters count alike in both cases.
+  // Match names that contain the query, or that match it as a glob, in any case of letters.
   const matcher = (query) => {
     const text = query.trim().toLowerCase();
     const pattern = /[*?[]/.test(text) ? globPattern(text) : null;

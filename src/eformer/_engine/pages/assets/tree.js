@@ -1,4 +1,4 @@
-// The tree of a checkpoint as a treegrid, drawn only where it is seen; and its search.
+// The tree of a checkpoint as a treegrid, of which only the visible rows are drawn, and its search.
 "use strict";
 (() => {
   const { h, bytes, count, number } = eformer;
@@ -16,10 +16,10 @@
     ];
     let order = { sort: "", descending: false };
     let query = "";
-    let lines = [];  // what is unfolded, from top to bottom: {row, level, at, of}: its place among so many siblings
+    let lines = [];  // the unfolded rows from top to bottom: {row, level, at, of}, with the place among `of` siblings
     let active = -1, selected = null, frame = 0;
     const opened = new Set();  // groups
-    let inOrder = new Map();  // the rows below a group, or found by a query, as they are sorted
+    let inOrder = new Map();  // the sorted rows below a group, or of a query
 
     // -------------------------------------------------------------------------------------- rows
     const once = (key, list) => {
@@ -145,7 +145,7 @@
       if (event.key === "Escape") { if (input.value) { input.value = ""; search(""); } else input.blur(); event.stopPropagation(); }
       if (event.key === "ArrowDown" || event.key === "Enter") { grid.focus(); activate(Math.max(0, active)); if (event.key === "Enter") choose(); event.preventDefault(); }
     });
-    let unfolded = null;  // where the tree was before the search
+    let unfolded = null;  // the active row and the scroll position before the search
     const search = (text) => {
       clearTimeout(waiting);
       if (!query) unfolded = { active, top: scroller.scrollTop };
@@ -234,7 +234,7 @@
       scroller.scrollTop = Math.max(0, (at - Math.floor(scroller.clientHeight / ROW / 2)) * ROW);
     };
 
-    // A few groups are shown open, as long as all of it fits.
+    // Open a few groups at the start, as long as everything fits.
     const start = () => {
       flatten();
       for (let depth = 0; depth < 4 && lines.length === depth + 1 && lines[depth].row.kind === "group"; depth++) open(lines[depth].row);
