@@ -220,7 +220,8 @@ def load(
     del arguments["path"], arguments["return_report"]
     paths = [path] if isinstance(path, _ONE_PATH) else _list_of(path)
     request = request_from(is_list=len(paths) > 1, **arguments)
-    with options_of_call(request.options.store_options, *paths):
+    given = request.options.store_options
+    with options_of_call(given, *paths) if given else nullcontext():
         loaded = load_tree(paths, request)
     if return_report:
         return loaded.tree, loaded.report
