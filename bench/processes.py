@@ -87,8 +87,12 @@ def play_rank(rank: int, port: int, directory: Path, nbytes: int, rounds: int) -
             if number == 0:
                 found[f"written, {layout}"] = bytes_written() - before
         for broadcast in (False, True):
-            load(directory / layout, mesh=mesh, broadcast=broadcast)  # compiled, and in the page cache
-            took, loaded = timed(lambda b=broadcast, d=layout: load(directory / d, mesh=mesh, broadcast=b))
+            load(
+                directory / layout, mesh=mesh, options={"broadcast": broadcast}
+            )  # compiled, and in the page cache
+            took, loaded = timed(
+                lambda b=broadcast, d=layout: load(directory / d, mesh=mesh, options={"broadcast": b})
+            )
             found["load, broadcast" if broadcast else "load"].append(took)
             for leaf in loaded.values():
                 for shard in leaf["w"].addressable_shards:

@@ -52,10 +52,10 @@ copybutton_prompt_is_regexp = True
 RESULTS = {
     "Conversion",
     "Diff",
-    "DryRun",
     "Inspection",
     "LoadReport",
     "Pending",
+    "Placement",
     "Pruned",
     "Resumed",
     "Step",
@@ -88,7 +88,8 @@ def simplify_signature(app, what, name, obj, options, signature, returns):
     if what == "class" and name.rpartition(".")[2] in RESULTS:
         return "", ""
     if signature and "_DEFAULT" in signature:
-        return signature.replace("_DEFAULT", "SaveOptions()"), returns
+        kind = "LoadOptions" if name.endswith(".load") else "SaveOptions"
+        return signature.replace("_DEFAULT", f"{kind}()"), returns
     return None
 
 

@@ -20,11 +20,11 @@ CALLS = {name: (call, text) for name, call, text in calls()}
 
 # What functions return: their fields are described, and nobody makes them.
 RESULTS = {
-    "Conversion", "Diff", "DryRun", "Inspection", "LoadReport", "PathStat", "Pending", "Pruned", "Report", "Resumed", "Step",
+    "Conversion", "Diff", "Inspection", "LoadReport", "PathStat", "Pending", "Placement", "Pruned", "Report", "Resumed", "Step",
     "Verification", "View",
 }  # fmt: skip
 MAIN = [
-    *("abstract", "convert", "diff", "dry_run", "follow", "inspect", "latest", "load", "open", "prune"),
+    *("abstract", "convert", "diff", "follow", "inspect", "latest", "load", "open", "placement", "prune"),
     *(
         "register_module",
         "register_node",

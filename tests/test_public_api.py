@@ -60,13 +60,14 @@ CHECKPOINT = {
     "convert": "(source, destination, *, to=None, prefix=None, rename=None, dtype=None, config=None, "
     "max_shard_bytes=None, memory=None, dry_run=False, allow_missing=False, progress=None, dequant=None)",
     "diff": "(a, b, *, prefix=None, progress=None)",
-    "dry_run": "(what, mesh=None, *, rules=None, shardings=None, prefix=None, dtype=None)",
     "follow": "(path, *, after=None, poll=10.0, timeout=None)",
     "inspect": "(path)",
     "latest": "(path)",
     "load": "(path, *, like=None, into=None, partial=False, root=None, rename=None, resize=None, return_report=False, "
-    "prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, callback=None, batch=None, verify=None, mmap=False, progress=None, broadcast=False, timeout=None, store_options=None, cache=None, key=None, dequant=None, duplicates=None)",
-    "open": "(path, *, prefix=None, cache=None, key=None)",
+    "prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, callback=None, verify=None, mmap=False, "
+    "progress=None, options=LoadOptions(), signed_by=None, dequant=None, duplicates=None)",
+    "open": "(path, *, prefix=None, cache=None, signed_by=None)",
+    "placement": "(path, *, mesh=None, rules=None, shardings=None, prefix=None, dtype=None)",
     "prune": "(directory, *, keep, pattern=None, foreign=False, check=False, dry_run=False)",
     "register_module": "(kind, *, state, update=None, build=None)",
     "register_node": "(kind)",
@@ -76,13 +77,14 @@ CHECKPOINT = {
     "save_async": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions(), "
     "overwrite=False)",
     "score": "(path, step, metrics)",
-    "sign": "(path, *, key, password=None, progress=None)",
+    "sign": "(path, *, private_key, password=None, progress=None)",
     "steps": "(path)",
     "store_options": "(url, /, **options)",
-    "verify": "(path, *, step=None, key=None, progress=None)",
+    "verify": "(path, *, step=None, signed_by=None, progress=None)",
     "wait": "(timeout=None)",
 }
 SERIALIZATION = {
+    "dry_run": "(what, mesh=None, *, rules=None, shardings=None, prefix=None, dtype=None)",
     "is_array_like": "(x: Any) -> bool",
     "join_key": "(prefix, k)",
     "leaf_key_paths": "(pytree: Any, prefix: str | None = '', *, is_leaf: Callable | None = None)",
@@ -143,7 +145,7 @@ def parameters(signature):
 
 
 def documented(text):
-    namespace = {"SaveOptions": eformer.checkpoint.SaveOptions}
+    namespace = {name: getattr(eformer.checkpoint, name) for name in ("LoadOptions", "SaveOptions")}
     exec(f"from __future__ import annotations\ndef f{text}: ...", namespace)
     return parameters(inspect.signature(namespace["f"]))
 
@@ -172,7 +174,6 @@ def test_the_modules_export_what_is_documented_and_no_more():
     assert set(async_manager.__all__) == {"AsyncCheckpointManager", "CheckpointMetadata"}
     assert set(checkpointer.__all__) == {"CheckpointInterval", "Checkpointer", "find_latest_checkpoint"}
     assert set(paths.__all__) == {"GCSPath", "LocalPath", "MLUtilPath", "PathStat", "ePath", "ePathLike"}
-    assert eformer.serialization.dry_run is eformer.checkpoint.dry_run
     public = {
         name for name, value in vars(_serialization).items() if inspect.isfunction(value) and name[0] != "_"
     }
@@ -215,13 +216,14 @@ def test_the_engine_offers_what_is_documented_and_no_more():
     nouns = {
         "Conversion",
         "Diff",
-        "DryRun",
         "Every",
         "Inspection",
         "Keep",
+        "LoadOptions",
         "LoadReport",
         "Near",
         "Pending",
+        "Placement",
         "Pruned",
         "Report",
         "Resumed",

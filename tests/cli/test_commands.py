@@ -143,7 +143,7 @@ def test_the_newest_step_is_shown_although_it_is_damaged(steps, command):
     assert "int64[100]" in shown
     assert "the newest step, 15, is damaged: model.safetensors is 100 bytes long" in shown
     (steps / "step-15" / "manifest.json").write_bytes(b"{")
-    assert f"the one before is {steps}/step-10" in run(command, steps, code=1).stderr
+    assert f"the step before is {steps}/step-10" in run(command, steps, code=1).stderr
 
 
 def test_verify_tells_nothing_there_from_damage(model, tmp_path):

@@ -72,7 +72,7 @@ def test_quantised_tensors_are_listed_and_refused_by_name(tmp_path, caplog):
     with pytest.raises(FormatError, match=r"leaf 'blk.2.q8': Q8_0\[2, 64\]; leaf 'blk.2.q4': Q4_0\[2, 64\]"):
         checkpoint.load(path)
     with pytest.raises(
-        FormatError, match=r"does not store: leaf 'blk.2.q4': Q4_0\[2, 64\]\. Load the others"
+        FormatError, match=r"does not store: leaf 'blk.2.q4': Q4_0\[2, 64\]\. Load the other leaves"
     ):
         checkpoint.load(path, keys=["blk.2.q4", "blk.1.i8"])
     assert "blk.2.q8 (Q8_0" in run("convert", path, tmp_path / "x.safetensors", code=1).stderr

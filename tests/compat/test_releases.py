@@ -51,7 +51,7 @@ def loaded(path, prefix):
     if path.name.endswith(".gz"):
         return from_compressed_bytes(None, path.read_bytes())
     key = path.parent / "public.pem"
-    return checkpoint.load(path, prefix=prefix, key=key if key.exists() else None)
+    return checkpoint.load(path, prefix=prefix, signed_by=key if key.exists() else None)
 
 
 @pytest.mark.parametrize(("release", "tree"), all_of("trees"))

@@ -169,7 +169,7 @@ class InBucket:
 
     @pytest.fixture
     def mapping(self, tmp_path):
-        return {"mmap": True, "cache": tmp_path / "cache"}
+        return {"mmap": True, "options": {"cache": tmp_path / "cache"}}
 
     def place(self, folder):
         return f"{self.url.rpartition('/')[0]}/{folder.name}/x{self.suffix}"

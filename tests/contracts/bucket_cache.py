@@ -67,10 +67,10 @@ class BucketCache:
     @pytest.mark.parametrize("kind", ["safetensors", "tensorstore"])
     def test_the_second_load_reads_no_data_from_the_bucket(self, url, cache, tree, fetched, kind):
         save(tree, url, format=kind)
-        assert_same(load(url, cache=cache), tree)
+        assert_same(load(url, options={"cache": cache}), tree)
         assert fetched
         fetched.clear()
-        assert_same(load(url, cache=cache), tree)
+        assert_same(load(url, options={"cache": cache}), tree)
         assert not fetched
         assert_same(load(url), tree)
         assert fetched
@@ -89,17 +89,17 @@ class BucketCache:
 
     def test_a_damaged_block_is_fetched_again(self, url, cache, tree, fetched):
         save(tree, url)
-        load(url, cache=cache)
+        load(url, options={"cache": cache})
         change(one_block(cache), -1, b"\xa5")
         fetched.clear()
-        assert_same(load(url, cache=cache, verify=False), tree)
+        assert_same(load(url, options={"cache": cache}, verify=False), tree)
         assert fetched == [(5 * BLOCK, BLOCK)]
 
     def test_objects_are_mapped_from_the_cache(self, url, cache, tree, fetched):
         save(tree, url)
-        assert_same(load(url, cache=cache, mmap=True), tree)
+        assert_same(load(url, options={"cache": cache}, mmap=True), tree)
         fetched.clear()
-        loaded = load(url, cache=cache, mmap=True)
+        loaded = load(url, options={"cache": cache}, mmap=True)
         assert_same(loaded, tree)
         assert not loaded["w"].flags.writeable
         assert not fetched

@@ -259,7 +259,7 @@ class BucketTools:
 
     def test_a_map_of_an_object_is_refused(self, url):
         save(tree(), url)
-        with pytest.raises(ValueError, match=rf"{url}/.* is not a file of this machine.*pass cache="):
+        with pytest.raises(ValueError, match=rf"{url}/.* is not a file of this machine.*pass options="):
             load(url, mmap=True)
 
     def test_a_database_is_refused(self, url):

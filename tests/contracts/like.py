@@ -123,7 +123,12 @@ class Like(Contract):
             step = load(path, **said)["step"]
             assert (int(step), step.sharding) == (7, everywhere)
         seen = []
-        load(path, like=like, batch=1, callback=lambda array, name: seen.append((name, array.dtype)) or array)
+        load(
+            path,
+            like=like,
+            options={"batch": 1},
+            callback=lambda array, name: seen.append((name, array.dtype)) or array,
+        )
         assert sorted(seen) == [("step", jnp.int32), ("w", jnp.float32)]
 
     def test_a_number_made_of_an_array_lies_nowhere(self, path, mapping):

@@ -85,7 +85,12 @@ class RoundTrips(Contract):
             "key": jax.random.key(0),
         }
         save(tree, path)
-        for loaded in (load(path), load(path, mesh=meshes()[0]), load(path, **mapping), load(path, batch=1)):
+        for loaded in (
+            load(path),
+            load(path, mesh=meshes()[0]),
+            load(path, **mapping),
+            load(path, options={"batch": 1}),
+        ):
             assert_same(loaded, tree)
             weak = {name for name, leaf in loaded.items() if getattr(leaf, "weak_type", False)}
             assert weak == {"rate", "step", "phase", "rows"}

@@ -46,8 +46,8 @@ def test_timeout_bounds_a_whole_save_and_a_whole_load(hung):
     with ministack.s3(ministack.client(hung, timeout=30)):
         with pytest.raises(TimeoutError, match=r"SaveOptions\(timeout=0.3\) is over"):
             save(TREE, URL, options=SaveOptions(timeout=0.3))
-        with pytest.raises(TimeoutError, match=r"load\(timeout=0.3\) is over"):
-            load(URL, timeout=0.3)
+        with pytest.raises(TimeoutError, match=r"LoadOptions\(timeout=0.3\) is over"):
+            load(URL, options={"timeout": 0.3})
 
 
 def test_timeout_bounds_many_requests_that_are_answered_slowly():
@@ -64,7 +64,7 @@ def test_timeout_bounds_many_requests_that_are_answered_slowly():
         save(TREE, url, options=SaveOptions(timeout=0.5))
     save(TREE, url)
     with mock.patch.object(Objects, "_request", slow), pytest.raises(TimeoutError, match=r"timeout=0\.3"):
-        load(url, timeout=0.3)
+        load(url, options={"timeout": 0.3})
     forget_all(url)
 
 

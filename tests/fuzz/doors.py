@@ -84,10 +84,10 @@ class Doors:
         checkpoint.load(path)
 
     def load_signed(self, path: str) -> None:
-        checkpoint.load(path, key=PUBLIC)
+        checkpoint.load(path, signed_by=PUBLIC)
 
     def verify_signed(self, path: str) -> None:
-        checkpoint.verify(path, key=PUBLIC)
+        checkpoint.verify(path, signed_by=PUBLIC)
 
     def load_each(self, path: str) -> None:
         for prefix in checkpoint.inspect(path).trees:
@@ -103,7 +103,7 @@ class Doors:
 
     def dry_run(self, path: str) -> None:
         for prefix in checkpoint.inspect(path).trees:
-            _told(lambda prefix=prefix: checkpoint.dry_run(path, _mesh(), prefix=prefix))
+            _told(lambda prefix=prefix: checkpoint.placement(path, mesh=_mesh(), prefix=prefix))
 
     def manager(self, path: str) -> None:
         AsyncCheckpointManager().load(path, _mesh(), validate=True)

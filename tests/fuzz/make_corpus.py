@@ -398,7 +398,7 @@ def signed() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             place = Path(scratch) / "c"
             checkpoint.save(small(), place / target, **options)
-            checkpoint.sign(place / target, key=PRIVATE)
+            checkpoint.sign(place / target, private_key=PRIVATE)
             keep("signed", name, Case.of_directory(place, target))
 
 

@@ -184,7 +184,7 @@ def use(extra: str) -> str:
     calls = {
         "hf": lambda: checkpoint.load("hf://org/model"),
         "h5": lambda: checkpoint.load("x.weights.h5"),
-        "sign": lambda: checkpoint.sign("step-100", key="x.pem"),
+        "sign": lambda: checkpoint.sign("step-100", private_key="x.pem"),
     }
     try:
         calls[extra]()

@@ -50,7 +50,7 @@ def test_every_absence_names_the_extra(tmp_path):
     calls = [
         "lambda: checkpoint.load('hf://org/model')",
         f"lambda: checkpoint.load({str(COMPAT / 'keras' / 'model.weights.h5')!r})",
-        "lambda: checkpoint.sign('c', key='key.pem')",
+        "lambda: checkpoint.sign('c', private_key='key.pem')",
     ]
     ended = without_extras(ERRORS % ", ".join(calls), tmp_path)
     assert ended.stdout.splitlines() == [

@@ -127,7 +127,7 @@ class Pytrees(Backend):
 
     def test_the_dtypes_of_a_template_need_one(self, manager, path):
         manager.save_pytree({"w": jnp.ones(3)}, path, prefix="m")
-        with pytest.raises(ValueError, match='dtype="like" needs template=, which says what the tree'):
+        with pytest.raises(ValueError, match='dtype="like" needs template=, which gives the structure'):
             manager.load_pytree(path, line(), prefix="m", dtype="like")
         for load in (manager.load, manager.load_tree_parallel):  # these have no template
             with pytest.raises(ValueError, match="'like' is not a floating dtype; known dtypes: "):

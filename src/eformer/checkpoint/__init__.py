@@ -5,17 +5,17 @@ wait                     wait for every save_async of this process
 Run                      save the steps of a training run by rule (Every, Keep, Near), and resume it (Resumed, Step)
 steps, latest            list the steps of a run; the path of the newest one
 follow, score            look at a run from another job: wait for its steps, add metrics to them
-load                     load a tree onto any mesh; with return_report a LoadReport, too
+load                     load a tree onto any mesh, with LoadOptions; with return_report, return a LoadReport, too
 abstract                 give the shapes and dtypes of a saved tree, in its structure
 open, inspect            look at the leaves of a checkpoint without loading it; return a View, an Inspection
 verify                   check every byte against its digest; return a Verification
-sign                     sign every byte with a private key, which `load` and `verify` check with the public one
+sign                     sign every byte with a private key; `load` and `verify` check it with the public key
 diff                     compare two checkpoints; return a Diff
 report                   show a checkpoint, two of them or a run as a page for a browser; return a Report
 convert                  write a checkpoint in another format; return a Conversion
 prune                    delete all but the last checkpoints of a run; return a Pruned
 store_options            set endpoints, credentials and other options of buckets
-dry_run                  compute how many bytes a load would put on each device; return a DryRun
+placement                compute how many bytes a load would put on each device; return a Placement
 register_module          allow objects of a class of your own as parts of a tree
 register_node            allow trees with nodes of a class to be rebuilt without `like`
 
@@ -31,10 +31,10 @@ from eformer import _install  # noqa: F401  which warns of another package of th
 
 # The public names by their modules; a test compares them with the imports below.
 _NAMES = {
-    "loading.dry_run": "DryRun abstract dry_run",
     "loading.load": "load",
+    "loading.preview": "Placement abstract placement",
     "loading.request": "LoadReport",
-    "record.options": "SaveOptions",
+    "record.options": "LoadOptions SaveOptions",
     "record.policies": "Every Keep Near",
     "pages.report": "Report report",
     "runs.follow": "follow score",
@@ -57,13 +57,14 @@ _NAMES = {
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if TYPE_CHECKING:
-    from eformer._engine.loading.dry_run import DryRun as DryRun
-    from eformer._engine.loading.dry_run import abstract as abstract
-    from eformer._engine.loading.dry_run import dry_run as dry_run
     from eformer._engine.loading.load import load as load
+    from eformer._engine.loading.preview import Placement as Placement
+    from eformer._engine.loading.preview import abstract as abstract
+    from eformer._engine.loading.preview import placement as placement
     from eformer._engine.loading.request import LoadReport as LoadReport
     from eformer._engine.pages.report import Report as Report
     from eformer._engine.pages.report import report as report
+    from eformer._engine.record.options import LoadOptions as LoadOptions
     from eformer._engine.record.options import SaveOptions as SaveOptions
     from eformer._engine.record.policies import Every as Every
     from eformer._engine.record.policies import Keep as Keep
@@ -100,7 +101,7 @@ else:
 
 
 def __getattr__(name: str) -> Any:
-    # Late, because some of these modules import jax, which tools that only read files do not need.
+    # Late, because some of these modules import jax, which slows down the start of tools that only read files.
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from eformer._engine.tasks.interrupts import held_back

@@ -140,11 +140,15 @@ def list_leaves(path: str, name: str | None, prefix: str | None, as_json: bool) 
 @click.argument("paths", type=click.Path(), nargs=-1, required=True, metavar="PATH...")
 @click.option("--step", type=int, metavar="N", help="Check only this step of a run.")
 @click.option(
-    "--key", type=click.Path(exists=True, dir_okay=False), help="Check the signature with this public key."
+    "--signed-by",
+    type=click.Path(exists=True, dir_okay=False),
+    help="Check the signature with this public key.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: an object, or a list for several paths.")
 @options.quiet
-def verify(paths: tuple[str, ...], step: int | None, key: str | None, as_json: bool, quiet: bool) -> None:
+def verify(
+    paths: tuple[str, ...], step: int | None, signed_by: str | None, as_json: bool, quiet: bool
+) -> None:
     """Check every byte of the checkpoints at PATH against their digests. The path of a run checks all of its steps.
 
     The exit code is 0 if nothing is damaged, 1 if a checkpoint is damaged, 2 if no checkpoint exists at a PATH.
@@ -152,12 +156,12 @@ def verify(paths: tuple[str, ...], step: int | None, key: str | None, as_json: b
     Checkpoints of other programs have no digests: eformer checks their structure and completeness only. It lists files
     beside them that it does not read and that may hold leaves; the exit code is then 1, too.
 
-    With --key, eformer also compares every byte of every file with the signature; files that were added or removed
-    since count as damage. The exit code is 1 if the signature is missing or belongs to another key.
+    With --signed-by, eformer also compares every byte of every file with the signature; files that were added or
+    removed since count as damage. The exit code is 1 if the signature is missing or belongs to another key.
 
     \b
     eformer verify ./checkpoint && rsync -a ./checkpoint backup:
-    eformer verify ./checkpoint --key public.pem
+    eformer verify ./checkpoint --signed-by public.pem
     eformer verify ./run
     eformer verify ./run --step 100
     eformer verify ./checkpoint ./other
@@ -167,7 +171,7 @@ def verify(paths: tuple[str, ...], step: int | None, key: str | None, as_json: b
     checked, codes = [], []
     for path in paths:
         try:
-            found = check(path, step=step, key=key, progress=wants_bar(quiet))
+            found = check(path, step=step, signed_by=signed_by, progress=wants_bar(quiet))
         except (ValueError, OSError) as error:
             if len(paths) == 1:
                 raise
@@ -208,21 +212,22 @@ def _verified_facts(found: Verification) -> dict[str, Any]:
 def sign(path: str, key: str, as_json: bool) -> None:
     """Sign the checkpoint at PATH. With the public key, anyone can detect changed, added and removed files.
 
-    The signature is PATH/eformer.sig, or PATH.eformer.sig beside a single file. `eformer verify --key` checks it, and
-    in Python `load(..., key=)`. The password of a key comes from EFORMER_KEY_PASSWORD; without it eformer asks.
+    The signature is PATH/eformer.sig, or PATH.eformer.sig beside a single file. `eformer verify --signed-by` checks it,
+    and in Python `load(..., signed_by=)`. The password of a key comes from EFORMER_KEY_PASSWORD; without it, eformer
+    asks.
 
     \b
     openssl genpkey -algorithm ed25519 -out private.pem
     openssl pkey -in private.pem -pubout -out public.pem
     eformer sign ./checkpoint --key private.pem
-    eformer verify ./checkpoint --key public.pem
+    eformer verify ./checkpoint --signed-by public.pem
     """
     from eformer._engine.tools.sign import sign as carry_out
 
     def ask() -> str:
         return str(click.prompt(f"password of {printable(key)}", hide_input=True, err=True))
 
-    signature = carry_out(path, key=key, password=ask, progress=wants_bar(as_json))
+    signature = carry_out(path, private_key=key, password=ask, progress=wants_bar(as_json))
     if as_json:
         print_json({"signature": signature})
     else:

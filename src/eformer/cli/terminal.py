@@ -57,7 +57,7 @@ def show_checkpoint(facts: Facts, trees: dict[str, TreeEntry], on: Console) -> N
         text = f"{few(facts['left_out'])}: not read, may hold leaves"
         about.add_row("left out", Text(printable(text), style="red"))
     if facts["signed_by"]:
-        text = f"by {facts['signed_by']}; `eformer verify --key` checks it"
+        text = f"by {facts['signed_by']}; `eformer verify --signed-by` checks it"
         about.add_row("signed", Text(printable(text)))
     on.print(about)
     for prefix, tree in trees.items():

@@ -2,9 +2,8 @@
 
 async_manager      AsyncCheckpointManager, CheckpointMetadata
 checkpointer       Checkpointer, CheckpointInterval, find_latest_checkpoint: save by rule, in a trainer
-serialization      tree_serialize_leaves, tree_deserialize_leaves, and the names of leaves
+serialization      tree_serialize_leaves, tree_deserialize_leaves, dry_run, and the names of leaves
 utils              names of files, sizes, shard layouts, gathering and resharding
-dry_run            compute how many bytes a load would put on each device
 
 Every name of these modules can be imported from here, too:
 
@@ -19,16 +18,14 @@ from typing import TYPE_CHECKING, Any
 _NAMES = {
     "async_manager": "AsyncCheckpointManager CheckpointMetadata",
     "checkpointer": "CheckpointInterval Checkpointer find_latest_checkpoint",
-    "serialization": "is_array_like join_key leaf_key_paths tree_deserialize_leaves tree_serialize_leaves",
+    "serialization": "dry_run is_array_like join_key leaf_key_paths tree_deserialize_leaves tree_serialize_leaves",
     "utils": "apply_gather_functions broadcast_tensor chunk_tensor_by_memory derive_base_prefix_from_path"
     " estimate_array_nbytes estimate_available_memory flatten_for_broadcast group_keys_by_shard_size index_filename"
     " is_gcs_path optimize_shard_layout parse_gcs_path read_process_array reshard shard_filename to_host",
 }
 _HOME = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}
-_HOME["dry_run"] = "eformer._engine.loading.dry_run"
 
 if TYPE_CHECKING:
-    from eformer._engine.loading.dry_run import dry_run as dry_run
     from eformer.serialization import async_manager as async_manager
     from eformer.serialization import checkpointer as checkpointer
     from eformer.serialization import serialization as serialization

@@ -22,7 +22,7 @@ from eformer._engine.record.digests import sha256_of
 from eformer._engine.record.dtypes import floating_dtype, raw_pieces
 from eformer._engine.record.indexes import INDEX
 from eformer._engine.record.names import readable
-from eformer._engine.record.options import SaveOptions
+from eformer._engine.record.options import LoadOptions, SaveOptions
 from eformer._engine.record.values import MALFORMED_JSON
 from eformer._engine.saving.pending import Pending, run_in_background, wait_for
 from eformer._engine.saving.save import complete
@@ -366,11 +366,11 @@ class AsyncCheckpointManager:
             every_leaf=not mismatch_allowed,
             dtype=dtype,
             callback=callback,
-            batch=chunk_size,
+            options=LoadOptions(batch=chunk_size),
             verify=validate is not False,
         )
         if not use_async:
-            request = dataclasses.replace(request, batch=1, threads=1)
+            request = dataclasses.replace(request, options=LoadOptions(batch=1), threads=1)
         return self._load(path, request, validate)
 
     def load_tree_parallel(
@@ -421,7 +421,7 @@ class AsyncCheckpointManager:
             replicate=True,
             dtype=dtype,
             callback=callback,
-            batch=chunk_size,
+            options=LoadOptions(batch=chunk_size),
             reshape=not strict_shapes,
             like_name="template",
         )

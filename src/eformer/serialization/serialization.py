@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.loading.load import load_tree
+from eformer._engine.loading.preview import placement
 from eformer._engine.loading.request import PlacementRequest, Request
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.names import readable as _readable
+from eformer._engine.record.options import LoadOptions
 from eformer._engine.saving.pending import serialize_with
 from eformer._engine.saving.save import complete
 from eformer._engine.saving.start import refuse_swapped, start
@@ -22,9 +24,17 @@ if TYPE_CHECKING:
     from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
     from jax.sharding import Mesh
 
+    from eformer._engine.loading.preview import Placement
     from eformer._engine.loading.request import Rules
 
-__all__ = ["is_array_like", "join_key", "leaf_key_paths", "tree_deserialize_leaves", "tree_serialize_leaves"]
+__all__ = [
+    "dry_run",
+    "is_array_like",
+    "join_key",
+    "leaf_key_paths",
+    "tree_deserialize_leaves",
+    "tree_serialize_leaves",
+]
 
 
 @uninterrupted
@@ -102,9 +112,35 @@ def tree_deserialize_leaves(
         finish: Any = manager.wait_until_finished  # untyped
         finish()
     request = request_of(
-        mesh, prefix=prefix, rules=partition_rules, shardings=shardings, callback=callback, batch=chunk_size
+        mesh,
+        prefix=prefix,
+        rules=partition_rules,
+        shardings=shardings,
+        callback=callback,
+        options=LoadOptions(batch=chunk_size),
     )
     return load_tree([checkpoint_dir], request).tree
+
+
+def dry_run(
+    what: Any,
+    mesh: Mesh | None = None,
+    *,
+    rules: Rules | None = None,
+    shardings: Any = None,
+    prefix: str | None = None,
+    dtype: Any = None,
+) -> Placement:
+    """Compute how many bytes a load would put on each device of the mesh, without reading data.
+
+    what        the path of a checkpoint, or a tree of arrays or `ShapeDtypeStruct`s
+    mesh        the mesh to load onto; None for the mesh of `jax.set_mesh`
+    rules       where leaves go, by regular expressions
+    shardings   where leaves go, by name
+    prefix      the tree, if the checkpoint has several
+    dtype       the dtype that floating leaves are cast to
+    """
+    return placement(what, mesh=mesh, rules=rules, shardings=shardings, prefix=prefix, dtype=dtype)
 
 
 def request_of(

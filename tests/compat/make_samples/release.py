@@ -201,7 +201,7 @@ def _sign(folder: Path, names: list[str]) -> None:
     key = Ed25519PrivateKey.generate()  # and forgotten
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     for name in names:
-        checkpoint.sign(folder / name, key=private)
+        checkpoint.sign(folder / name, private_key=private)
     public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     (folder / "public.pem").write_bytes(public)
 

@@ -309,7 +309,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_again(tmp_path, monkey
         monkeypatch.setattr(*call, first_replace)
 
     save({"a": np.full(4, -1), "step": -1}, path)
-    then_replaced((_load, "read"))
+    then_replaced((_load, "read_targets"))
     assert_same(load(path, verify=verify), {"a": np.full(4, 0), "step": 0})
     then_replaced((_verify, "_damages"))
     assert checkpoint.verify(path).ok

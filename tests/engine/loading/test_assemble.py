@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from eformer._engine.loading.assemble import assemble, change_shapes
 from eformer._engine.loading.fetch import aligned
-from eformer._engine.loading.placement import Boxes
+from eformer._engine.loading.placement import DeviceBoxes
 from eformer._engine.loading.select import LeafTarget
 from eformer._engine.record.manifest import LeafEntry
 from eformer.errors import FormatError
@@ -28,7 +28,7 @@ def target(array, *, parts=None, key=None, **more):
 
 
 def one_each():
-    return Boxes(None, jax.devices(), list(range(8)))
+    return DeviceBoxes(None, jax.devices(), list(range(8)))
 
 
 NUMBERS = np.arange(8, dtype=np.float32)
@@ -51,10 +51,12 @@ def test_an_array_on_a_cpu_may_be_the_memory_itself():
 
 def test_shards_are_joined_and_a_box_that_many_devices_hold_is_read_once():
     rows, whole = NamedSharding(line(), P("x")), NamedSharding(line(), P())
-    cut = target(NUMBERS.copy(), sharding=rows, parts=list(NUMBERS.reshape(8, 1)), boxes=one_each())
-    copied = target(NUMBERS.copy(), sharding=whole, boxes=Boxes(None, jax.devices(), [0] * 8))
+    cut = target(NUMBERS.copy(), sharding=rows, parts=list(NUMBERS.reshape(8, 1)), device_boxes=one_each())
+    copied = target(NUMBERS.copy(), sharding=whole, device_boxes=DeviceBoxes(None, jax.devices(), [0] * 8))
     cuts = [(slice(n, n + 1),) for n in range(8)]
-    later = target(NUMBERS.copy(), sharding=rows, boxes=Boxes(None, jax.devices(), list(range(8)), cuts))
+    later = target(
+        NUMBERS.copy(), sharding=rows, device_boxes=DeviceBoxes(None, jax.devices(), list(range(8)), cuts)
+    )
     for leaf, sharding in ((cut, rows), (copied, whole), (later, rows)):
         found = assemble([leaf])["w"]
         assert found.sharding == sharding
@@ -64,7 +66,11 @@ def test_shards_are_joined_and_a_box_that_many_devices_hold_is_read_once():
 def test_a_leaf_that_is_broadcast_ends_where_it_belongs():
     rows, whole = NamedSharding(line(), P("x")), NamedSharding(line(), P())
     read = target(
-        NUMBERS, sharding=whole, read_sharding=rows, boxes=one_each(), parts=list(NUMBERS.reshape(8, 1))
+        NUMBERS,
+        sharding=whole,
+        read_sharding=rows,
+        device_boxes=one_each(),
+        parts=list(NUMBERS.reshape(8, 1)),
     )
     found = assemble([read])["w"]
     assert found.sharding.is_equivalent_to(whole, 1)
@@ -87,7 +93,9 @@ def test_keys_are_wrapped_wherever_they_lie():
     assert_same(assemble([target(data.copy(), key="threefry2x32")])["w"], keys)
     rows = NamedSharding(line(), P("x"))
     parts = [data[n : n + 1].copy() for n in range(8)]
-    found = assemble([target(data, key="threefry2x32", sharding=rows, boxes=one_each(), parts=parts)])["w"]
+    found = assemble([target(data, key="threefry2x32", sharding=rows, device_boxes=one_each(), parts=parts)])[
+        "w"
+    ]
     assert found.sharding.is_equivalent_to(rows, 1)
     np.testing.assert_array_equal(jax.random.key_data(found), data)
 

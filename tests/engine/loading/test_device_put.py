@@ -186,7 +186,7 @@ def test_an_array_stays_strong_if_jax_cannot_make_a_weak_one(forget_weak, monkey
     monkeypatch.setattr(device_put, "_weakened", lambda array: array)
     array = jnp.float32(1)
     assert device_put.as_weak(array) is array
-    assert "are returned strongly typed" in caplog.text
+    assert "are returned with a strong type" in caplog.text
 
 
 def test_arrays_of_many_shapes_are_those_of_jax():

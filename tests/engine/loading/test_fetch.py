@@ -5,7 +5,7 @@ import pytest
 
 from eformer._engine.formats.find import find
 from eformer._engine.loading import sources
-from eformer._engine.loading.fetch import Arena, aligned, check, fetch, raise_damage, together
+from eformer._engine.loading.fetch import Arena, aligned, check_pieces, fetch, raise_damage, together
 from eformer._engine.loading.read_plan import Read, Want, plan_reads
 from eformer._engine.loading.sources import check_sha256
 from eformer._engine.record.boxes import Box
@@ -90,8 +90,8 @@ def opened(tmp_path, monkeypatch):
     files.close()
 
 
-def want(tree, name, dtype=None, regions=None):
-    return Want(name, tree.leaves[name], dtype or tree.leaves[name].dtype, regions)
+def want(tree, name, dtype=None, boxes=None):
+    return Want(name, tree.leaves[name], dtype or tree.leaves[name].dtype, boxes)
 
 
 def test_leaves_boxes_and_casts_are_fetched_together(opened):
@@ -114,7 +114,7 @@ def test_leaves_boxes_and_casts_are_fetched_together(opened):
 
 def damages(tree, files, *names):
     found = []
-    check([want(tree, name) for name in names], tree, files, 2, found.append)
+    check_pieces([want(tree, name) for name in names], tree, files, 2, found.append)
     return found
 
 

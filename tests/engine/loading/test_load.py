@@ -14,7 +14,7 @@ from eformer._engine.formats import find
 from eformer._engine.loading import load as load_module
 from eformer._engine.loading.load import load_tree
 from eformer._engine.loading.request import Request
-from eformer.checkpoint import dry_run, load, save
+from eformer.checkpoint import load, placement, save
 from eformer.errors import CorruptionError, FormatError, NotFoundError, StructureError
 from eformer.serialization.async_manager import AsyncCheckpointManager
 from eformer.serialization.serialization import tree_deserialize_leaves
@@ -62,7 +62,7 @@ def test_rules_may_be_a_dict_at_every_door(tmp_path):
             manager.load_pytree(path, mesh, prefix="m", partition_rules=rules)[0],
         ]
         assert [(tree["w"].sharding.spec, tree["b"].sharding.spec) for tree in loaded] == [(P("x"), P())] * 3
-        assert dry_run(path, mesh, rules=rules).leaves["w"].spec == P("x")
+        assert placement(path, mesh=mesh, rules=rules).leaves["w"].spec == P("x")
     assert tree_deserialize_leaves(tmp_path / "b", mesh, partition_rules=rules)["w"].sharding.spec == P("x")
 
 
@@ -80,14 +80,17 @@ def test_a_structure_that_cannot_be_rebuilt_is_refused_unless_it_is_not_needed(t
 def test_arrays_are_read_batch_by_batch_and_handed_over_in_order(tmp_path, monkeypatch, batch):
     tree = {f"w{i}": np.full(3, i) for i in range(5)}
     save(tree, tmp_path)
-    events, read = [], load_module.read
+    events, read = [], load_module.read_targets
 
     def recorded(found, entry, targets, *more, **options):
         events.append([target.name for target in targets])
         return read(found, entry, targets, *more, **options)
 
-    monkeypatch.setattr(load_module, "read", recorded)
-    assert_same(load(tmp_path, batch=batch, callback=lambda array, name: events.append(name) or array), tree)
+    monkeypatch.setattr(load_module, "read_targets", recorded)
+    assert_same(
+        load(tmp_path, options={"batch": batch}, callback=lambda array, name: events.append(name) or array),
+        tree,
+    )
     names = list(tree)
     size = batch or 5
     expected = []
@@ -98,7 +101,7 @@ def test_arrays_are_read_batch_by_batch_and_handed_over_in_order(tmp_path, monke
 
 def test_a_tree_without_arrays_is_read_once(tmp_path):
     save({"step": 3}, tmp_path)
-    assert load(tmp_path, batch=1) == {"step": 3}
+    assert load(tmp_path, options={"batch": 1}) == {"step": 3}
 
 
 # -------------------------------------------------------------------------------------------- restarts
@@ -107,7 +110,7 @@ def test_a_tree_without_arrays_is_read_once(tmp_path):
 @pytest.fixture
 def replaced(tmp_path, monkeypatch):
     """The first `times` reads find that a newer save has replaced the checkpoint."""
-    read = load_module.read
+    read = load_module.read_targets
 
     def install(times):
         left = iter(range(times))
@@ -118,7 +121,7 @@ def replaced(tmp_path, monkeypatch):
                 raise FileNotFoundError("a file of the older one")
             read(*arguments, **options)
 
-        monkeypatch.setattr(load_module, "read", replacing)
+        monkeypatch.setattr(load_module, "read_targets", replacing)
 
     save({"old": np.zeros(3)}, tmp_path)
     return install
@@ -212,13 +215,13 @@ def group(monkeypatch):
 
 def test_processes_meet_once_after_the_last_read(tmp_path, group):
     save({"a": np.ones(3), "b": np.ones(3)}, tmp_path)
-    load(tmp_path, batch=1)
+    load(tmp_path, options={"batch": 1})
     assert (group.steps, group.is_over, group.failures) == (["1"], True, [])
 
 
 def test_for_a_broadcast_they_meet_after_every_batch(tmp_path, group):
     save({"a": np.ones(3), "b": np.ones(3)}, tmp_path)
-    load(tmp_path, batch=1, broadcast=True)
+    load(tmp_path, options={"batch": 1, "broadcast": True})
     assert group.steps == ["0", "1"]
 
 

@@ -35,8 +35,7 @@ def slots(monkeypatch):
     monkeypatch.setattr(pinned_stream, "_SLOT_BYTES", 2**18)
     monkeypatch.setattr(pinned_stream, "_WORTH_IT", 0)
     on_cpu = lambda target: None if target.as_numpy else _device_of(target.sharding)  # noqa: E731
-    for module in (placement, pinned_stream):
-        monkeypatch.setattr(module, "accelerator_of", on_cpu)
+    monkeypatch.setattr(pinned_stream, "accelerator_of", on_cpu)
 
     def unaligned(nbytes):
         memory = np.empty(nbytes + 128, np.uint8)

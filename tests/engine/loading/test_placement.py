@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from eformer._engine.loading import placement
+from eformer._engine.loading import pinned_stream, placement
 from eformer._engine.loading.contents import Contents
 from eformer._engine.loading.placement import (
     current_mesh,
@@ -21,6 +21,7 @@ from eformer._engine.loading.request import PlacementRequest, Request
 from eformer._engine.loading.select import LeafTarget
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.manifest import LeafEntry
+from eformer.checkpoint import LoadOptions
 from eformer.errors import MismatchError
 from support.meshes import meshes
 
@@ -41,7 +42,8 @@ def by_boxes(monkeypatch):
 
 def placed(*targets, broadcast=False, **request):
     contents = Contents({}, {}, b"null")
-    place_targets(targets, contents, Request(placement=PlacementRequest(**request), broadcast=broadcast))
+    options = LoadOptions(broadcast=broadcast)
+    place_targets(targets, contents, Request(placement=PlacementRequest(**request), options=options))
     return targets if len(targets) > 1 else targets[0]
 
 
@@ -50,13 +52,13 @@ def placed(*targets, broadcast=False, **request):
 
 def test_without_arguments_leaves_are_read_whole():
     found = placed(target())
-    assert (found.sharding, found.regions, found.boxes) == (None, None, None)
+    assert (found.sharding, found.boxes, found.device_boxes) == (None, None, None)
 
 
 def test_each_box_is_read_once_and_every_device_knows_its_own(by_boxes):
     found = placed(target(), mesh=grid(), rules=[("w", P("x"))])
-    assert found.regions == [Box((0, 0), (4, 4)), Box((4, 0), (8, 4))]
-    assert dict(zip(found.boxes.devices, found.boxes.numbers, strict=True)) == {
+    assert found.boxes == [Box((0, 0), (4, 4)), Box((4, 0), (8, 4))]
+    assert dict(zip(found.device_boxes.devices, found.device_boxes.numbers, strict=True)) == {
         device: n // 4 for n, device in enumerate(jax.devices())
     }
     assert (found.is_explicit, found.as_numpy) == (True, False)
@@ -64,13 +66,13 @@ def test_each_box_is_read_once_and_every_device_knows_its_own(by_boxes):
 
 def test_a_small_leaf_is_read_whole_and_cut_afterwards():
     found = placed(target(), mesh=grid(), rules=[("w", P("x"))])
-    assert found.regions is None
-    assert found.boxes.cuts == [(slice(0, 4), slice(0, 4)), (slice(4, 8), slice(0, 4))]
+    assert found.boxes is None
+    assert found.device_boxes.cuts == [(slice(0, 4), slice(0, 4)), (slice(4, 8), slice(0, 4))]
 
 
 def test_a_leaf_that_every_device_holds_is_read_whole():
     found = placed(target(shape=(2**20, 8)), mesh=grid(), rules=[("w", P())])
-    assert (found.regions, found.boxes.cuts, found.boxes.numbers) == (None, None, [0] * 8)
+    assert (found.boxes, found.device_boxes.cuts, found.device_boxes.numbers) == (None, None, [0] * 8)
 
 
 def test_leaves_that_are_alike_share_their_placement():
@@ -83,12 +85,12 @@ def test_the_numbers_inside_of_a_key_are_never_cut(by_boxes):
     found = placed(
         target(shape=(8, 2), dtype="uint32", key="threefry2x32"), mesh=grid(), rules=[("w", P("x"))]
     )
-    assert found.regions == [Box((0, 0), (4, 2)), Box((4, 0), (8, 2))]
+    assert found.boxes == [Box((0, 0), (4, 2)), Box((4, 0), (8, 2))]
 
 
 def test_a_reshaped_leaf_and_a_number_are_read_whole():
     rules = {"mesh": grid(), "rules": [("w", P("x"))]}
-    assert placed(target(new_shape=(4, 8)), **rules).regions is None
+    assert placed(target(new_shape=(4, 8)), **rules).boxes is None
     number = placed(target(shape=(), as_numpy=True, like_scalar=0.0), **rules)
     assert (number.sharding, number.as_numpy) == (None, True)
 
@@ -211,7 +213,7 @@ def shared(monkeypatch, by_boxes):
 def test_a_leaf_is_read_cut_by_all_axes_and_then_broadcast(shared, spec, shape, expected):
     found = placed(target(shape=shape), broadcast=True, mesh=grid(), shardings=spec)
     assert found.read_sharding.is_equivalent_to(NamedSharding(grid(), expected), len(shape))
-    assert len(found.regions) == 8
+    assert len(found.boxes) == 8
     assert found.sharding.spec == spec
 
 
@@ -229,9 +231,9 @@ def test_a_leaf_that_no_two_processes_hold_is_not_broadcast():
 
 
 def test_what_a_cpu_device_holds_is_not_streamed():
-    assert placement._accelerator(None, None) is None
-    assert placement._accelerator(SingleDeviceSharding(jax.devices()[0]), None) is None
+    assert pinned_stream._accelerator(None, None) is None
+    assert pinned_stream._accelerator(SingleDeviceSharding(jax.devices()[0]), None) is None
 
 
 def test_a_numpy_array_is_not_streamed():
-    assert placement.accelerator_of(target(as_numpy=True)) is None
+    assert pinned_stream.accelerator_of(target(as_numpy=True)) is None

@@ -50,12 +50,12 @@ def test_files_are_not_mixed():
 
 
 @given(shape=st.tuples(st.integers(1, 20), st.integers(1, 20)), data=st.data())
-def test_a_region_is_covered_by_the_pieces_that_touch_it_and_no_others(shape, data):
+def test_a_box_is_covered_by_the_pieces_that_touch_it_and_no_others(shape, data):
     start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     stop = tuple(data.draw(st.integers(a + 1, n)) for a, n in zip(start, shape, strict=True))
-    region = Box(start, stop)
+    wanted = Box(start, stop)
     reads = plan_reads(
-        [Want("w", entry(shape, dtype="int32"), "int32", [region])], tree(math.prod(shape) * 4)
+        [Want("w", entry(shape, dtype="int32"), "int32", [wanted])], tree(math.prod(shape) * 4)
     )
     numbers = np.arange(math.prod(shape)).reshape(shape)
     covered = np.zeros(shape, bool)
@@ -64,14 +64,14 @@ def test_a_region_is_covered_by_the_pieces_that_touch_it_and_no_others(shape, da
             if piece.at >= 0:  # it goes there as it is
                 first, at, count = (piece.offset - HEADER) // 4, piece.at // 4, piece.nbytes // 4
                 stored = np.arange(first, first + count)
-                np.testing.assert_array_equal(numbers[region.slices].ravel()[at : at + count], stored)
+                np.testing.assert_array_equal(numbers[wanted.slices].ravel()[at : at + count], stored)
                 covered.reshape(-1)[stored] = True
                 continue
-            box = piece.region or Box.whole(shape)
-            assert box.overlap(region)
+            box = piece.box or Box.whole(shape)
+            assert box.overlap(wanted)
             covered[box.slices] = True
             assert piece.nbytes == box.size * 4
-    assert covered[region.slices].all()
+    assert covered[wanted.slices].all()
 
 
 @given(

@@ -4,12 +4,15 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from eformer._engine.loading.request import PlacementRequest, Request
+from eformer.checkpoint import LoadOptions, load
 
 
 @pytest.mark.parametrize("batch", [0, -1])
 def test_a_batch_without_arrays_is_refused(batch):
-    with pytest.raises(ValueError, match=f"a batch of {batch} arrays: batch must be positive, or None"):
-        Request(batch=batch)
+    with pytest.raises(
+        ValueError, match=f"a batch of {batch} arrays: LoadOptions.batch must be positive, or None"
+    ):
+        LoadOptions(batch=batch)
 
 
 def test_rules_that_come_one_by_one_can_be_read_again():
@@ -21,3 +24,14 @@ def test_rules_that_come_one_by_one_can_be_read_again():
 def test_the_dtype_of_a_cast_is_called_by_its_name():
     assert Request(dtype="bf16").cast == "bfloat16"
     assert Request().cast is None
+
+
+def test_an_unknown_option_of_a_load_is_refused_with_the_nearest(tmp_path):
+    with pytest.raises(
+        TypeError, match=r"fields that LoadOptions does not: 'batches' \(nearest is 'batch'\)"
+    ):
+        load(tmp_path, options={"batches": 1})
+    with pytest.raises(TypeError, match="must be LoadOptions or a dict of its fields, not 'fast'"):
+        load(tmp_path, options="fast")
+    with pytest.raises(ValueError, match=r"LoadOptions.timeout must be positive, not 0"):
+        load(tmp_path, options={"timeout": 0})

@@ -11,7 +11,7 @@ from flax import nnx, serialization
 from flax.training.train_state import TrainState
 
 from eformer import checkpoint
-from eformer._engine.loading.select import as_array, fitted, kind_of, kind_of_dtype
+from eformer._engine.loading.select import as_array, fitted, kind_of_dtype, kind_of_number
 from eformer.errors import MismatchError
 from eformer.serialization.async_manager import AsyncCheckpointManager
 from support.trees import assert_same
@@ -27,7 +27,9 @@ def test_every_dtype_is_of_a_kind_that_holds_all_of_it(dtype, kind):
 
 
 def test_a_scalar_of_numpy_is_of_the_kind_of_its_dtype():
-    found = [kind_of(number) for number in (True, 1, np.float64(1), np.bool_(1), np.uint8(1), "1", None)]
+    found = [
+        kind_of_number(number) for number in (True, 1, np.float64(1), np.bool_(1), np.uint8(1), "1", None)
+    ]
     assert found == [bool, int, float, bool, int, None, None]
 
 

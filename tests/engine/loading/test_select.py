@@ -9,7 +9,7 @@ from jax.sharding import SingleDeviceSharding
 
 from eformer._engine.loading.contents import Contents
 from eformer._engine.loading.request import Request
-from eformer._engine.loading.select import compare, select
+from eformer._engine.loading.select import compare
 from eformer._engine.record.manifest import Extent, LeafEntry
 from eformer.errors import MismatchError
 
@@ -25,7 +25,7 @@ def tree(leaves, values=None):
 
 def targets(leaves, like=None, values=None, **arguments):
     entry = tree(leaves, values)
-    return compare(entry, select(entry, None), Request(like=like, **arguments), like).targets
+    return compare(entry, entry.select(None), Request(like=like, **arguments), like).targets
 
 
 # ---------------------------------------------------------------------------------------------- select
@@ -41,24 +41,24 @@ NAMES = ["a.w", "a.b", "ab.w", "step"]
 )  # fmt: skip
 def test_keys_name_match_or_lie_above_leaves(keys, expected):
     entry = tree(dict.fromkeys(NAMES[:3], leaf()), {"step": 3})
-    assert list(select(entry, keys)) == expected
+    assert list(entry.select(keys)) == expected
 
 
 def test_keys_are_taken_in_either_spelling():
     entry = tree({"h%2E0%2Ew": leaf(), "h%2E0%2Eb": leaf()}, {"h%2Estep": 3})
     for keys in (["h.0.w", "h.step"], ["h%2E0%2Ew", "h%2Estep"]):
-        assert list(select(entry, keys)) == ["h%2E0%2Ew", "h%2Estep"]
-    assert list(select(entry, ["h.0"])) == ["h%2E0%2Ew", "h%2E0%2Eb"]
+        assert list(entry.select(keys)) == ["h%2E0%2Ew", "h%2Estep"]
+    assert list(entry.select(["h.0"])) == ["h%2E0%2Ew", "h%2E0%2Eb"]
 
 
 def test_a_key_that_means_two_leaves_is_refused_with_both():
     with pytest.raises(MismatchError, match=r"'a%2Eb%2Ec', 'a%2Eb.c'"):
-        select(tree({"a%2Eb%2Ec": leaf(), "a%2Eb.c": leaf()}), ["a.b.c"])
+        tree({"a%2Eb%2Ec": leaf(), "a%2Eb.c": leaf()}).select(["a.b.c"])
 
 
 def test_all_unknown_keys_are_reported_with_the_nearest_name():
     with pytest.raises(MismatchError) as error:
-        select(tree({"params.w": leaf()}), ["param", "params.v"])
+        tree({"params.w": leaf()}).select(["param", "params.v"])
     assert error.value.problems == (
         "no leaf is named 'param', matches it or lies below it (nearest is 'params')",
         "no leaf is named 'params.v', matches it or lies below it (nearest is 'params.w')",

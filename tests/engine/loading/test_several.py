@@ -216,7 +216,7 @@ def test_a_stack_of_some_layers_never_replaces_a_stack_of_all(tmp_path):
         assert caught.value.problems == (
             f"leaf 'L' is made of 'l.0'; 'l.1' in {base} and of 'l.0' in {adapter}",
         )
-        assert "load them without the rule and save the result, then load that" in caught.value.advice
+        assert "load them without the rule, save the result, and load the result" in caught.value.advice
     save(load([base, adapter], duplicates="last"), tmp_path / "both")
     assert_same(load(tmp_path / "both", rename=STACK), {"L": np.array([[7.0, 7], [1, 1]])})
 
@@ -262,7 +262,7 @@ def test_the_bytes_of_all_are_counted_and_mapped(paths):
     calls = []
     load(paths, like=BOTH, progress=lambda done, total: calls.append((done, total)))
     assert calls[-1] == (96, 96)
-    assert_same(load(paths, like=BOTH, mmap=True, batch=1), BOTH)
+    assert_same(load(paths, like=BOTH, mmap=True, options={"batch": 1}), BOTH)
 
 
 def test_one_that_is_quantised_is_refused_by_name(paths, tmp_path):

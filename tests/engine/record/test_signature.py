@@ -25,7 +25,7 @@ KIND = "application/vnd.eformer.signature.v1+json"
 @pytest.fixture
 def path(tmp_path):
     save({"w": np.zeros(3 * 2**20, np.float32), "n": np.ones(3)}, tmp_path / "c")
-    sign(tmp_path / "c", key=PRIVATE)
+    sign(tmp_path / "c", private_key=PRIVATE)
     return tmp_path / "c"
 
 
@@ -63,7 +63,7 @@ def test_the_id_of_a_key_is_what_openssl_and_sha256sum_say(path):
 def test_what_another_program_has_signed_is_accepted(path):
     statement = json.loads(base64.b64decode(json.loads((path / "eformer.sig").read_bytes())["payload"]))
     put(path, json.dumps(statement, indent=2, sort_keys=True).encode())
-    assert verify(path, key=PUBLIC).ok
+    assert verify(path, signed_by=PUBLIC).ok
 
 
 def put(path, payload, *, kind=KIND, key=PRIVATE):
@@ -115,7 +115,7 @@ def test_nonsense_that_the_right_key_has_signed_is_refused(path, name):
     put(path, found if isinstance(found, bytes) else json.dumps(found).encode())
     for refuse in (load, verify):
         with pytest.raises(SignatureError, match=r"eformer\.sig"):
-            refuse(path, key=PUBLIC)
+            refuse(path, signed_by=PUBLIC)
 
 
 ENVELOPES = {
@@ -142,7 +142,7 @@ def test_an_envelope_that_makes_no_sense_is_refused(path, name):
     (path / "eformer.sig").write_bytes(found)
     for refuse in (load, verify):
         with pytest.raises(SignatureError, match=r"eformer\.sig"):
-            refuse(path, key=PUBLIC)
+            refuse(path, signed_by=PUBLIC)
     assert verify(path).is_signed
     assert inspect(path).signed_by is not None
 
@@ -152,30 +152,30 @@ def test_a_signature_that_is_no_file_is_refused_without_being_opened(path, tmp_p
     signature.rename(tmp_path / "outside.sig")
     signature.symlink_to(tmp_path / "outside.sig")
     with pytest.raises(SignatureError):
-        load(path, key=PUBLIC)
+        load(path, signed_by=PUBLIC)
     signature.unlink()
     signature.mkdir()
     with pytest.raises(SignatureError):
-        load(path, key=PUBLIC)
+        load(path, signed_by=PUBLIC)
     signature.rmdir()
     os.mkfifo(signature)
     with pytest.raises(SignatureError):
-        load(path, key=PUBLIC)
+        load(path, signed_by=PUBLIC)
 
 
 def test_a_signature_that_is_far_too_long_is_not_read(path, monkeypatch):
     monkeypatch.setattr("eformer._engine.stores.signed.MOST_BYTES", 10)
     with pytest.raises(SignatureError, match="expected at most 10"):
-        load(path, key=PUBLIC)
+        load(path, signed_by=PUBLIC)
 
 
 def test_the_id_of_the_right_key_does_not_help_another(path):
     payload = base64.b64decode(json.loads((path / "eformer.sig").read_bytes())["payload"])
     put(path, payload, key=OTHER_PRIVATE)
     with pytest.raises(SignatureError, match=r"the signature does not match the key"):
-        load(path, key=PUBLIC)
+        load(path, signed_by=PUBLIC)
     with pytest.raises(SignatureError, match="is signed by another key"):
-        load(path, key=OTHER_PUBLIC)
+        load(path, signed_by=OTHER_PUBLIC)
 
 
 @given(data=st.binary(max_size=300))

@@ -22,11 +22,11 @@ def paths(tmp_path_factory):
     [
         lambda a, b: checkpoint.diff(a, b),
         lambda a, b: checkpoint.verify(a),
-        lambda a, b: checkpoint.dry_run(a, line()),
+        lambda a, b: checkpoint.placement(a, mesh=line()),
         lambda a, b: checkpoint.load(a, return_report=True)[1],
         lambda a, b: checkpoint.convert(a, b, to="safetensors", dry_run=True),
     ],
-    ids=["Diff", "Verification", "DryRun", "LoadReport", "Conversion"],
+    ids=["Diff", "Verification", "Placement", "LoadReport", "Conversion"],
 )
 def test_a_result_is_shown_in_a_few_lines_that_a_terminal_cannot_misread(paths, call):
     shown = repr(call(*paths))

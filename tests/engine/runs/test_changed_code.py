@@ -153,6 +153,15 @@ def test_an_argument_that_resume_lacks_is_an_error_that_names_both(path, name):
         run.resume(**{name: 1})
 
 
+@pytest.mark.parametrize("option", [{"timeout": 5}, {"store_options": {"region": "x"}}])
+def test_a_resume_has_the_timeout_and_the_store_options_of_its_run(path, option):
+    with (
+        Run(path, signals=()) as run,
+        pytest.raises(ValueError, match=r"timeout or store_options: pass them in Run\(options=\)"),
+    ):
+        run.resume(options=option)
+
+
 def test_a_leaf_without_a_value_is_not_looked_for_in_a_list_of_paths_which_resume_does_not_take(path):
     like = jax.eval_shape(lambda: start(optax.sgd(1e-3, momentum=0.9)))
     with Run(path, signals=()) as run, pytest.raises(MismatchError, match="not a value") as caught:

@@ -72,7 +72,7 @@ READERS = {
 def test_a_damaged_newest_step_is_an_error_that_names_the_one_before(run, harm, read):
     HARMS[harm](run / "step-100")
     kind, state = (VersionError, "of a newer version") if "version" in harm else (CorruptionError, "damaged")
-    message = f"the newest step, 100, is {state}: .*; the one before is {run}/step-10. Pass that path"
+    message = f"the newest step, 100, is {state}: .*; the step before is {run}/step-10. Pass that path"
     with pytest.raises(kind, match=message):
         read(run)
     assert not (run / "out.npz").exists()
@@ -92,7 +92,7 @@ def test_a_damaged_newest_step_of_orbax_is_an_error_that_names_the_one_before(tm
     run = shutil.copytree(ORBAX / "manager", tmp_path / "run")
     harm(run / "3")
     with pytest.raises(
-        CorruptionError, match=f"the newest step, 3, is damaged: .*; the one before is {run}/2"
+        CorruptionError, match=f"the newest step, 3, is damaged: .*; the step before is {run}/2"
     ):
         read(run)
     assert load(run / "2")
@@ -108,7 +108,9 @@ def test_a_whole_item_of_orbax_is_loaded_beside_a_damaged_one(tmp_path):
 def test_the_last_whole_step_is_named_if_several_are_damaged(run):
     for number in (10, 100):
         os.truncate(run / f"step-{number}" / "model.safetensors", 100)
-    with pytest.raises(CorruptionError, match=f"step, 100, is damaged.*; the last whole one is {run}/step-9"):
+    with pytest.raises(
+        CorruptionError, match=f"step, 100, is damaged.*; the last whole step is {run}/step-9"
+    ):
         latest(run)
     os.truncate(run / "step-9" / "model.safetensors", 100)
     for read in (latest, load):

@@ -60,41 +60,41 @@ def test_the_environment_names_the_cache_and_false_means_none(url, cache, tree, 
     fetched.clear()
     load(url)
     assert not fetched
-    load(url, cache=False)
+    load(url, options={"cache": False})
     assert fetched
 
 
 def test_a_home_directory_is_found(url, tmp_path, tree, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     save(tree, url)
-    load(url, cache="~/.cache/eformer")
+    load(url, options={"cache": "~/.cache/eformer"})
     assert files(tmp_path / ".cache/eformer")
 
 
 def test_files_of_the_cache_are_private(url, cache, tree):
     save(tree, url)
-    load(url, cache=cache)
+    load(url, options={"cache": cache})
     assert cache.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in files(cache)} == {0o600}
 
 
 def test_a_newer_save_is_read(url, cache, tree):
     save(tree, url)
-    load(url, cache=cache)
+    load(url, options={"cache": cache})
     save({**tree, "b": np.arange(1000.0) + 1}, url)
-    assert_same(load(url, cache=cache)["b"], np.arange(1000.0) + 1)
+    assert_same(load(url, options={"cache": cache})["b"], np.arange(1000.0) + 1)
 
 
 def test_files_of_other_programs_are_known_by_their_version(url, cache, fetched):
     st = pytest.importorskip("safetensors.numpy")
     store, start = around(url)
     store.put(start + "x/model.safetensors", st.save({"w": np.zeros(1000, np.float32)}))
-    assert load(url, cache=cache)["w"].sum() == 0
+    assert load(url, options={"cache": cache})["w"].sum() == 0
     fetched.clear()
-    load(url, cache=cache)
+    load(url, options={"cache": cache})
     assert not fetched
     store.put(start + "x/model.safetensors", st.save({"w": np.ones(1000, np.float32)}))
-    assert load(url, cache=cache)["w"].sum() == 1000
+    assert load(url, options={"cache": cache})["w"].sum() == 1000
 
 
 def test_buckets_of_the_same_url_on_other_servers_are_told_apart(cache):
@@ -103,7 +103,7 @@ def test_buckets_of_the_same_url_on_other_servers_are_told_apart(cache):
         value = float(len(server))
         found.put("x/model.safetensors", safetensors.numpy.save({"w": np.full(9, value)}))
         with mock.patch.object(clouds, "_memory", return_value=found):
-            assert (load("memory://x", cache=cache)["w"] == value).all()
+            assert (load("memory://x", options={"cache": cache})["w"] == value).all()
 
 
 def test_only_objects_that_never_change_have_a_key():
@@ -128,11 +128,11 @@ def test_verify_reads_the_bucket(url, cache, tree, monkeypatch):
 
 def test_an_object_that_is_gone_is_noticed_though_it_is_cached(url, cache, tree):
     save(tree, url)
-    load(url, cache=cache)
+    load(url, options={"cache": cache})
     store, _ = around(url)
     store.delete([key for key in objects(url) if key.endswith(".safetensors")])
     with pytest.raises(CorruptionError, match="missing"):
-        load(url, cache=cache)
+        load(url, options={"cache": cache})
 
 
 def test_a_run_resumes_through_the_cache(url, cache, tree, fetched):
@@ -141,7 +141,7 @@ def test_a_run_resumes_through_the_cache(url, cache, tree, fetched):
     for _ in range(2):
         fetched.clear()
         with checkpoint.Run(url) as run:
-            assert_same(run.resume(cache=cache).tree, tree)
+            assert_same(run.resume(options={"cache": cache}).tree, tree)
     assert not fetched
 
 
@@ -151,33 +151,33 @@ def test_a_run_resumes_through_the_cache(url, cache, tree, fetched):
 @pytest.mark.parametrize("offset", [-1, -20, 70, 3], ids=str)
 def test_damage_is_fetched_again(url, cache, tree, fetched, offset):
     save(tree, url)
-    load(url, cache=cache)
+    load(url, options={"cache": cache})
     change(one_block(cache), offset, b"\xa5\x5a")
     fetched.clear()
-    assert_same(load(url, cache=cache, verify=False), tree)
+    assert_same(load(url, options={"cache": cache}, verify=False), tree)
     assert [nbytes for _, nbytes in fetched] == [BLOCK]
     fetched.clear()
-    assert_same(load(url, cache=cache, verify=False), tree)
+    assert_same(load(url, options={"cache": cache}, verify=False), tree)
     assert not fetched
 
 
 @pytest.mark.parametrize("left", [0, 10, 5000, MIB - 1, MIB, 2 * MIB])
 def test_a_truncated_or_longer_file_is_fetched_again(url, cache, tree, fetched, left):
     save(tree, url)
-    load(url, cache=cache)
+    load(url, options={"cache": cache})
     os.truncate(one_block(cache), left)
-    assert_same(load(url, cache=cache, verify=False), tree)
+    assert_same(load(url, options={"cache": cache}, verify=False), tree)
     fetched.clear()
-    assert_same(load(url, cache=cache, verify=False), tree)
+    assert_same(load(url, options={"cache": cache}, verify=False), tree)
     assert not fetched
 
 
 def test_a_block_that_is_gone_is_fetched_again(url, cache, tree, fetched):
     save(tree, url)
-    load(url, cache=cache)
+    load(url, options={"cache": cache})
     one_block(cache).unlink()
     fetched.clear()
-    assert_same(load(url, cache=cache, verify=False), tree)
+    assert_same(load(url, options={"cache": cache}, verify=False), tree)
     assert fetched == [(5 * BLOCK, BLOCK)]
 
 
@@ -187,11 +187,11 @@ def test_an_object_that_arrived_damaged_does_not_stay_so(url, cache, tree, fetch
     data = next(key for key in objects(url) if key.endswith(".safetensors"))
     overwrite(url, data, lambda old: old.__setitem__(-1, old[-1] ^ 1))
     with pytest.raises(CorruptionError, match="damaged"):
-        load(url, cache=cache)
+        load(url, options={"cache": cache})
     overwrite(url, data, lambda old: old.__setitem__(-1, old[-1] ^ 1))
-    assert_same(load(url, cache=cache), tree)
+    assert_same(load(url, options={"cache": cache}), tree)
     fetched.clear()
-    assert_same(load(url, cache=cache), tree)
+    assert_same(load(url, options={"cache": cache}), tree)
     assert not fetched
 
 
@@ -204,12 +204,12 @@ def warned(caplog):
 
 def test_a_directory_that_was_removed_is_made_again(url, cache, tree, fetched):
     save(tree, url)
-    load(url, cache=cache)
+    load(url, options={"cache": cache})
     shutil.rmtree(cache)
     for _ in range(2):
-        assert_same(load(url, cache=cache), tree)
+        assert_same(load(url, options={"cache": cache}), tree)
     fetched.clear()
-    assert_same(load(url, cache=cache), tree)
+    assert_same(load(url, options={"cache": cache}), tree)
     assert not fetched
 
 
@@ -217,7 +217,7 @@ def test_a_directory_that_cannot_be_made_is_only_a_warning(url, tmp_path, tree, 
     (tmp_path / "file").write_text("")
     save(tree, url)
     for _ in range(2):
-        assert_same(load(url, cache=tmp_path / "file" / "cache"), tree)
+        assert_same(load(url, options={"cache": tmp_path / "file" / "cache"}), tree)
     (warning,) = warned(caplog)
     assert "cannot be used, reading from the bucket" in warning.getMessage()
 
@@ -226,7 +226,7 @@ def test_a_directory_that_everybody_may_write_to_is_not_used(url, cache, tree, c
     cache.mkdir()
     cache.chmod(0o777)
     save(tree, url)
-    assert_same(load(url, cache=cache), tree)
+    assert_same(load(url, options={"cache": cache}), tree)
     assert "all users may write to it" in caplog.text
     assert not files(cache)
 
@@ -244,44 +244,44 @@ def test_a_full_or_read_only_disk_is_only_a_warning(url, cache, tree, caplog, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, fail)
-        assert_same(load(url, cache=cache), tree)
+        assert_same(load(url, options={"cache": cache}), tree)
     (warning,) = warned(caplog)
     assert problem[1] in warning.getMessage()
     caches._cache_at.cache_clear()
-    assert_same(load(url, cache=cache, verify=False), tree)
+    assert_same(load(url, options={"cache": cache}, verify=False), tree)
 
 
 def test_links_are_not_followed(url, cache, tree, tmp_path, caplog):
     save(tree, url)
-    load(url, cache=cache)
+    load(url, options={"cache": cache})
     (victim := tmp_path / "victim").write_bytes(b"mine")
     for path in files(cache):
         path.unlink()
         path.symlink_to(victim)
-    assert_same(load(url, cache=cache), tree)
+    assert_same(load(url, options={"cache": cache}), tree)
     assert victim.read_bytes() == b"mine"
     assert warned(caplog)
 
 
 def test_a_file_with_a_second_name_is_replaced_and_not_written(url, cache, tree, tmp_path):
     save(tree, url)
-    load(url, cache=cache)
+    load(url, options={"cache": cache})
     (victim := tmp_path / "victim").write_bytes(bytes(100))
     for path in files(cache):
         path.unlink()
         os.link(victim, path)
-    assert_same(load(url, cache=cache), tree)
+    assert_same(load(url, options={"cache": cache}), tree)
     assert victim.read_bytes() == bytes(100)
     assert victim.stat().st_nlink == 1
 
 
 def test_a_pipe_is_not_waited_for(url, cache, tree, caplog):
     save(tree, url)
-    load(url, cache=cache)
+    load(url, options={"cache": cache})
     for path in files(cache):
         path.unlink()
         os.mkfifo(path)
-    assert_same(load(url, cache=cache), tree)
+    assert_same(load(url, options={"cache": cache}), tree)
     assert "is not a file of this user" in caplog.text
 
 
@@ -314,19 +314,19 @@ def test_files_that_dead_processes_have_left_are_removed_like_others(cache):
 def test_an_object_that_is_larger_than_the_cache_is_left_out(url, cache, tree, monkeypatch):
     monkeypatch.setenv("EFORMER_CACHE_BYTES", str(MIB))
     save(tree, url)
-    assert_same(load(url, cache=cache), tree)
+    assert_same(load(url, options={"cache": cache}), tree)
     assert used(cache) <= MIB
 
 
 def test_a_limit_that_is_no_number_is_refused(url, cache, tree, monkeypatch):
     monkeypatch.setenv("EFORMER_CACHE_BYTES", "10GB")
     with pytest.raises(ValueError, match="EFORMER_CACHE_BYTES is '10GB', expected a number of bytes"):
-        load(url, cache=cache)
+        load(url, options={"cache": cache})
 
 
 def test_readers_go_on_when_their_object_is_removed(url, cache, tree):
     save(tree, url)
-    mapped = load(url, cache=cache, mmap=True)
+    mapped = load(url, options={"cache": cache}, mmap=True)
     with checkpoint.open(url, cache=cache) as view:
         for path in files(cache):
             path.unlink()
@@ -339,15 +339,15 @@ def test_readers_go_on_when_their_object_is_removed(url, cache, tree):
 
 def test_a_map_needs_a_cache(url, tree):
     save(tree, url)
-    with pytest.raises(ValueError, match=r"which mmap=True needs; pass cache= .* or set EFORMER_CACHE"):
+    with pytest.raises(ValueError, match=r"which mmap=True needs; pass options=.* or set EFORMER_CACHE"):
         load(url, mmap=True)
 
 
 def test_an_object_is_checked_before_it_is_first_mapped(url, cache, tree):
     save(tree, url)
-    load(url, cache=cache)
+    load(url, options={"cache": cache})
     change(one_block(cache), -1, b"\xa5")
-    assert_same(load(url, cache=cache, mmap=True), tree)
+    assert_same(load(url, options={"cache": cache}, mmap=True), tree)
 
 
 def joined(cache):
@@ -359,9 +359,9 @@ def joined(cache):
 def test_a_truncated_file_is_not_mapped(url, cache, tree, left):
     """The process would die when it reads behind the end."""
     save(tree, url)
-    load(url, cache=cache, mmap=True)
+    load(url, options={"cache": cache}, mmap=True)
     os.truncate(joined(cache), left)
-    assert_same(load(url, cache=cache, mmap=True), tree)
+    assert_same(load(url, options={"cache": cache}, mmap=True), tree)
 
 
 def test_an_object_that_the_disk_has_no_space_for_is_read_instead_of_mapped(url, cache, tree, monkeypatch):
@@ -374,15 +374,15 @@ def test_an_object_that_the_disk_has_no_space_for_is_read_instead_of_mapped(url,
         return pwrite(descriptor, data, offset)
 
     monkeypatch.setattr(os, "pwrite", fail)
-    assert_same(load(url, cache=cache, mmap=True), tree)
+    assert_same(load(url, options={"cache": cache}, mmap=True), tree)
 
 
 def test_a_verified_map_repairs_the_cache(url, cache, tree):
     save(tree, url)
-    load(url, cache=cache, mmap=True)
+    load(url, options={"cache": cache}, mmap=True)
     change(joined(cache), -1, b"\xa5")
-    assert_same(load(url, cache=cache, mmap=True, verify=True), tree)
-    assert_same(load(url, cache=cache, mmap=True), tree)
+    assert_same(load(url, options={"cache": cache}, mmap=True, verify=True), tree)
+    assert_same(load(url, options={"cache": cache}, mmap=True), tree)
 
 
 # --------------------------------------------------------------------------------------------- processes

@@ -267,18 +267,18 @@ def test_the_command_line_inspects_a_model(hub, model, tmp_path):
 
 def test_a_signed_model_is_loaded_with_its_key_and_no_other(hub, tmp_path):
     save(tensors(3, 8), tmp_path / "made")
-    checkpoint.sign(tmp_path / "made", key=PRIVATE)
+    checkpoint.sign(tmp_path / "made", private_key=PRIVATE)
     files = {each.name: each.read_bytes() for each in (tmp_path / "made").iterdir()}
     hub.commit("org/model", files | {".gitattributes": b"*.safetensors filter=lfs"})
-    assert_loaded(load(URL, key=PUBLIC), tensors(3, 8))
-    assert checkpoint.verify(URL, key=PUBLIC).ok
+    assert_loaded(load(URL, signed_by=PUBLIC), tensors(3, 8))
+    assert checkpoint.verify(URL, signed_by=PUBLIC).ok
     data = bytearray(files["model.safetensors"])
     data[-1] ^= 1
     hub.commit("org/model", files | {"model.safetensors": bytes(data)})
     with pytest.raises(AlteredError, match="differs from its signature"):
-        load(URL, key=PUBLIC)
+        load(URL, signed_by=PUBLIC)
     hub.commit("org/model", {name: data for name, data in files.items() if name != "eformer.sig"})
     with pytest.raises(SignatureError, match="is not signed"):
-        load(URL, key=PUBLIC)
+        load(URL, signed_by=PUBLIC)
     with pytest.raises(io.UnsupportedOperation, match="can only be read"):
-        checkpoint.sign(URL, key=PRIVATE)
+        checkpoint.sign(URL, private_key=PRIVATE)

@@ -140,7 +140,7 @@ def test_a_checkpoint_and_the_log_hold_no_secret(caplog):
     with serving() as server:
         options = SaveOptions(store_options={**AWS, "endpoint": server.url})
         save({"w": np.ones(3)}, url, options=options, metadata={"step": 1})
-        load(url, store_options=options.store_options)
+        load(url, options={"store_options": options.store_options})
         assert is_clean(json.dumps({key: data.decode("latin-1") for key, data in server.objects.items()}))
         assert "x-amz-security-token" in server.requests[0][2]  # they were used
     assert is_clean(caplog.text)

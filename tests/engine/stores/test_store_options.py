@@ -113,7 +113,9 @@ def test_options_of_a_call_hold_for_that_call_alone(options, url):
     save({"w": np.ones(3)}, url, options=SaveOptions(store_options=options))
     assert options_of(url) == {}
     loaded = load(
-        url, store_options=options, callback=lambda array, _: seen.append(options_of(f"{url}/x")) or array
+        url,
+        options={"store_options": options},
+        callback=lambda array, _: seen.append(options_of(f"{url}/x")) or array,
     )
     assert loaded["w"].tolist() == [1, 1, 1]
     assert seen == [options]
@@ -125,14 +127,14 @@ def test_a_later_call_without_options_does_not_see_those_of_an_earlier_one(optio
         monkeypatch.setenv(f"AWS_{name.upper()}", str(value))
     save({"w": np.ones(3)}, url, options=SaveOptions(store_options=options))
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # no server is there
-    load(url, store_options=options)
+    load(url, options={"store_options": options})
     with store_options("", retries=0, timeout=3), pytest.raises(OSError, match="9"):
         load(url)
 
 
 def test_options_of_a_call_do_not_hold_after_its_error(options, url):
     with pytest.raises(NotFoundError):
-        load(url, store_options=options)
+        load(url, options={"store_options": options})
     assert options_of(url) == {}
 
 
@@ -145,7 +147,7 @@ def test_other_threads_do_not_see_the_options_of_a_call(options, url):
             return array
 
         seen = []
-        load(url, store_options=options, callback=note)
+        load(url, options={"store_options": options}, callback=note)
     assert seen == [{}]
 
 
@@ -158,7 +160,7 @@ def test_a_save_in_the_background_has_its_options_until_it_is_done(options, url,
     save_async({"w": np.ones(3)}, f"{url}/b", format=kind, options=second).result()
     assert "reuse: cannot read" not in caplog.text
     assert options_of(f"{url}/a") == options_of(f"{url}/b") == {}
-    assert load(f"{url}/b", store_options=options)["w"].tolist() == [1, 1, 1]
+    assert load(f"{url}/b", options={"store_options": options})["w"].tolist() == [1, 1, 1]
 
 
 def test_an_open_view_keeps_the_options_with_which_it_was_opened(options, url):
@@ -191,7 +193,7 @@ def test_options_for_a_local_path_are_refused(tmp_path):
     with pytest.raises(ValueError, match="store_options are for buckets"):
         save({"w": np.ones(3)}, tmp_path / "x", options=SaveOptions(store_options={"region": "x"}))
     with pytest.raises(ValueError, match="store_options are for buckets"):
-        load(tmp_path / "x", store_options={"region": "x"})
+        load(tmp_path / "x", options={"store_options": {"region": "x"}})
     assert not list(tmp_path.iterdir())
 
 

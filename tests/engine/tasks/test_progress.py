@@ -148,7 +148,9 @@ def test_a_callback_that_raises_at_the_end_fails_the_save(tmp_path):
 # ---------------------------------------------------------------------------------------------- load
 
 
-@pytest.mark.parametrize("more", [{}, {"batch": 1}, {"mmap": True}, {"mmap": True, "verify": True}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"options": {"batch": 1}}, {"mmap": True}, {"mmap": True, "verify": True}], ids=str
+)
 def test_a_load_reports_the_bytes_read(kind, more):
     path, how = kind
     save(tree(), path, **how)
@@ -185,7 +187,7 @@ def test_of_a_part_of_a_leaf_only_that_part_counts(tmp_path, monkeypatch):
     def only_one_device(items, *more):
         place(items, *more)
         for item in items:
-            item.regions = item.regions[:1]
+            item.boxes = item.boxes[:1]
 
     monkeypatch.setattr("eformer._engine.loading.placement._WORTH_READING_PARTS", 0)
     monkeypatch.setattr(_load, "place_targets", only_one_device)
@@ -198,7 +200,7 @@ def test_of_a_part_of_a_leaf_only_that_part_counts(tmp_path, monkeypatch):
 
 def test_a_load_that_starts_again_counts_again(tmp_path, monkeypatch):
     save({"old": np.ones(1000)}, tmp_path)
-    read, calls = _load.read, Calls()
+    read, calls = _load.read_targets, Calls()
 
     def replace_first(*arguments, **more):
         if not calls:
@@ -207,7 +209,7 @@ def test_a_load_that_starts_again_counts_again(tmp_path, monkeypatch):
             raise FileNotFoundError
         read(*arguments, **more)
 
-    monkeypatch.setattr(_load, "read", replace_first)
+    monkeypatch.setattr(_load, "read_targets", replace_first)
     load(tmp_path, progress=calls)
     assert calls == [(8000, 8000), (80, 80)]
 

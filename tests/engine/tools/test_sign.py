@@ -102,7 +102,7 @@ def path(request, tmp_path):
 
 @pytest.fixture
 def signed(path):
-    sign(path, key=PRIVATE)
+    sign(path, private_key=PRIVATE)
     return path
 
 
@@ -110,7 +110,7 @@ def signed(path):
 def directory(tmp_path):
     """A signed checkpoint of the default format."""
     path = LAYOUTS["directory"](tmp_path / "made")
-    sign(path, key=PRIVATE)
+    sign(path, private_key=PRIVATE)
     return path
 
 
@@ -124,8 +124,8 @@ def same(a, b):
 
 
 def test_what_is_signed_loads_with_the_key_as_it_does_without(signed):
-    assert same(load(signed, key=PUBLIC), load(signed))
-    report = verify(signed, key=PUBLIC)
+    assert same(load(signed, signed_by=PUBLIC), load(signed))
+    report = verify(signed, signed_by=PUBLIC)
     assert report.ok
     assert "; signed by " in str(report)
 
@@ -133,13 +133,13 @@ def test_what_is_signed_loads_with_the_key_as_it_does_without(signed):
 def test_the_unsigned_is_refused(path):
     for refuse in (load, checkpoint.open, verify):
         with pytest.raises(SignatureError, match=r"is not signed: there is no .*eformer\.sig"):
-            refuse(path, key=PUBLIC)
+            refuse(path, signed_by=PUBLIC)
 
 
 def test_what_another_key_has_signed_is_refused(signed):
     for refuse in (load, checkpoint.open, verify):
         with pytest.raises(SignatureError, match="is signed by another key"):
-            refuse(signed, key=OTHER_PUBLIC)
+            refuse(signed, signed_by=OTHER_PUBLIC)
 
 
 def test_a_signature_is_not_left_out_and_verify_says_that_it_was_not_checked(signed):
@@ -155,10 +155,10 @@ def test_a_signature_is_not_left_out_and_verify_says_that_it_was_not_checked(sig
 
 def test_signing_leaves_one_file_behind_and_can_be_repeated(path):
     before = set(path.parent.rglob("*"))
-    made = sign(path, key=OTHER_PRIVATE)
-    assert sign(path, key=PRIVATE) == made
+    made = sign(path, private_key=OTHER_PRIVATE)
+    assert sign(path, private_key=PRIVATE) == made
     assert set(path.parent.rglob("*")) - before == {Path(made)}
-    assert verify(path, key=PUBLIC).ok
+    assert verify(path, signed_by=PUBLIC).ok
 
 
 class Originals(dict):
@@ -175,7 +175,7 @@ def originals(tmp_path_factory):
             monkeypatch.setattr(f"eformer._engine.{module}.SIGNED_PIECE_BYTES", 512)
         for name, make in LAYOUTS.items():
             path = make(tmp_path_factory.mktemp("original") / "made")
-            sign(path, key=PRIVATE)
+            sign(path, private_key=PRIVATE)
             made[name] = path, load(path)
     return made
 
@@ -262,9 +262,9 @@ def files_of(path):
 def require_found(path, expected):
     """Require that the alteration is found; a load that does not read those bytes may return what was signed."""
     with suppress(SignatureError, NotFoundError):
-        assert not verify(path, key=PUBLIC).ok
+        assert not verify(path, signed_by=PUBLIC).ok
     try:
-        loaded = load(path, key=PUBLIC)
+        loaded = load(path, signed_by=PUBLIC)
     except (SignatureError, NotFoundError):
         return
     assert same(loaded, expected)
@@ -289,9 +289,9 @@ def test_a_file_that_is_swapped_after_it_was_looked_at_is_found(directory, monke
         with monkeypatch.context() as patch:
             patch.setattr(SignedStore, "differences", swap)
             with pytest.raises(AlteredError, match="differs from its signature"):
-                load(directory, key=PUBLIC)
+                load(directory, signed_by=PUBLIC)
         (directory / name).write_bytes(data[directory / name])
-    assert same(load(directory, key=PUBLIC), tree())
+    assert same(load(directory, signed_by=PUBLIC), tree())
 
 
 def test_another_whole_checkpoint_in_its_place_is_refused(directory, tmp_path):
@@ -301,12 +301,12 @@ def test_another_whole_checkpoint_in_its_place_is_refused(directory, tmp_path):
         shutil.copy(each, directory / each.name)
     assert same(load(directory), tree(5.0))
     with pytest.raises(AlteredError):
-        load(directory, key=PUBLIC)
-    assert not verify(directory, key=PUBLIC).ok
+        load(directory, signed_by=PUBLIC)
+    assert not verify(directory, signed_by=PUBLIC).ok
 
 
 def test_a_view_finds_what_is_altered_while_it_is_open(directory):
-    with checkpoint.open(directory, key=PUBLIC) as view:
+    with checkpoint.open(directory, signed_by=PUBLIC) as view:
         assert view["w"][3] == 3
         for each in directory.glob("*.safetensors"):
             data = bytearray(each.read_bytes())
@@ -318,7 +318,7 @@ def test_a_view_finds_what_is_altered_while_it_is_open(directory):
 
 
 def test_a_pickled_view_keeps_its_key(directory):
-    with checkpoint.open(directory, key=PUBLIC) as view:
+    with checkpoint.open(directory, signed_by=PUBLIC) as view:
         copy = pickle.dumps(view)
     pickle.loads(copy).close()
     (directory / "eformer.sig").unlink()
@@ -327,12 +327,12 @@ def test_a_pickled_view_keeps_its_key(directory):
 
 
 def test_files_that_are_not_needed_are_not_read(directory, monkeypatch):
-    assert list(load(directory, key=PUBLIC, keys="b.d")) == ["b.d"]
+    assert list(load(directory, signed_by=PUBLIC, keys="b.d")) == ["b.d"]
 
 
 def test_mapped_files_could_change_and_are_refused(directory):
     with pytest.raises(ValueError, match="mapped files may change"):
-        load(directory, key=PUBLIC, mmap=True)
+        load(directory, signed_by=PUBLIC, mmap=True)
 
 
 # ------------------------------------------------------------------------------------------------ saves
@@ -343,17 +343,17 @@ def test_mapped_files_could_change_and_are_refused(directory):
 )
 def test_a_save_removes_the_signature_of_what_it_replaces(tmp_path, arguments):
     save(tree(), tmp_path / "c", **arguments)
-    signature = Path(sign(tmp_path / "c", key=PRIVATE))
+    signature = Path(sign(tmp_path / "c", private_key=PRIVATE))
     before = signature.read_bytes()
     save(tree(1.0), tmp_path / "c", **arguments)
     assert not signature.exists()
     with pytest.raises(SignatureError, match="is not signed"):
-        load(tmp_path / "c", key=PUBLIC)
+        load(tmp_path / "c", signed_by=PUBLIC)
     signature.write_bytes(before)  # as if the save had died before it could remove it
     with pytest.raises(AlteredError, match="saved again since"):
-        load(tmp_path / "c", key=PUBLIC)
-    sign(tmp_path / "c", key=PRIVATE)
-    assert same(load(tmp_path / "c", key=PUBLIC), tree(1.0))
+        load(tmp_path / "c", signed_by=PUBLIC)
+    sign(tmp_path / "c", private_key=PRIVATE)
+    assert same(load(tmp_path / "c", signed_by=PUBLIC), tree(1.0))
 
 
 @pytest.mark.parametrize("name", ["state.msgpack", "model.safetensors"])
@@ -362,13 +362,13 @@ def test_a_new_file_removes_the_signature_of_the_old_one(tmp_path, name):
         save_to_file(what, str(tmp_path / name)) if "msgpack" in name else save(what, tmp_path / name)
 
     write(tree())
-    signature = Path(sign(tmp_path / name, key=PRIVATE))
+    signature = Path(sign(tmp_path / name, private_key=PRIVATE))
     before = signature.read_bytes()
     write(tree(1.0))
     assert not signature.exists()
     signature.write_bytes(before)
     with pytest.raises(AlteredError):
-        load(tmp_path / name, key=PUBLIC)
+        load(tmp_path / name, signed_by=PUBLIC)
 
 
 def test_a_save_that_fails_leaves_the_signature(directory, monkeypatch):
@@ -378,7 +378,7 @@ def test_a_save_that_fails_leaves_the_signature(directory, monkeypatch):
     monkeypatch.setattr("eformer._engine.stores.local_upload.LocalUpload._publish", fail)
     with pytest.raises(OSError, match="full"):
         save(tree(1.0), directory)
-    assert same(load(directory, key=PUBLIC), tree())
+    assert same(load(directory, signed_by=PUBLIC), tree())
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_signed_is_signed_as_it_is_then(tmp_path, monkeypatch):
@@ -395,9 +395,9 @@ def test_a_checkpoint_that_is_replaced_while_it_is_signed_is_signed_as_it_is_the
         return found
 
     monkeypatch.setattr(module, "digest_files", slow)
-    sign(tmp_path / "c", key=PRIVATE)
+    sign(tmp_path / "c", private_key=PRIVATE)
     assert len(calls) == 2
-    assert same(load(tmp_path / "c", key=PUBLIC), tree(1.0))
+    assert same(load(tmp_path / "c", signed_by=PUBLIC), tree(1.0))
 
 
 # ------------------------------------------------------------------------------------------------- runs
@@ -407,19 +407,19 @@ def test_a_run_resumes_from_a_signed_step_and_from_no_other(tmp_path):
     with checkpoint.Run(tmp_path / "run") as run:
         run.save(1, tree(1.0))
         run.save(2, tree(2.0))
-    assert sign(tmp_path / "run", key=PRIVATE).endswith("step-2/eformer.sig")
+    assert sign(tmp_path / "run", private_key=PRIVATE).endswith("step-2/eformer.sig")
     with checkpoint.Run(tmp_path / "run") as run:
-        found = run.resume(key=PUBLIC)
+        found = run.resume(signed_by=PUBLIC)
         assert found.step == 2
         assert same(found.tree, tree(2.0))
         run.save(3, tree(3.0))
-    assert same(load(tmp_path / "run" / "step-2", key=PUBLIC), tree(2.0))
+    assert same(load(tmp_path / "run" / "step-2", signed_by=PUBLIC), tree(2.0))
     for refuse in (
         checkpoint.Run(tmp_path / "run", signals=()).resume,
-        lambda key: load(tmp_path / "run", key=key),
+        lambda signed_by: load(tmp_path / "run", signed_by=signed_by),
     ):
         with pytest.raises(SignatureError, match="step-3 is not signed"):
-            refuse(key=PUBLIC)
+            refuse(signed_by=PUBLIC)
     assert [each.number for each in checkpoint.steps(tmp_path / "run")] == [1, 2, 3]
 
 
@@ -428,14 +428,14 @@ def test_an_altered_step_is_skipped_as_a_damaged_one_is(tmp_path):
         for number in (1, 2):
             run.save(number, tree(number))
             run.wait()
-            sign(tmp_path / "run", key=PRIVATE)
+            sign(tmp_path / "run", private_key=PRIVATE)
     data = next(
         file for file in (tmp_path / "run" / "step-2").glob("*.safetensors") if file.stat().st_nlink == 1
     )
     flipped = bytearray(data.read_bytes())
     flipped[-1] ^= 1
     data.write_bytes(flipped)
-    found = checkpoint.Run(tmp_path / "run", signals=()).resume(key=PUBLIC)
+    found = checkpoint.Run(tmp_path / "run", signals=()).resume(signed_by=PUBLIC)
     assert found.step == 1
     assert "differs from its signature" in found.skipped[2]
 
@@ -443,7 +443,7 @@ def test_an_altered_step_is_skipped_as_a_damaged_one_is(tmp_path):
 def test_near_steps_are_not_signed(tmp_path):
     run = checkpoint.Run(tmp_path / "run", near=checkpoint.Near(tmp_path / "near", every=1), signals=())
     with pytest.raises(ValueError, match="near steps are not signed"):
-        run.resume(key=PUBLIC)
+        run.resume(signed_by=PUBLIC)
 
 
 def test_retention_removes_a_signature_with_its_step(tmp_path):
@@ -451,7 +451,7 @@ def test_retention_removes_a_signature_with_its_step(tmp_path):
         for number in (1, 2):
             run.save(number, tree())
             run.wait()
-            sign(tmp_path / "run", key=PRIVATE)
+            sign(tmp_path / "run", private_key=PRIVATE)
         run.save(3, tree())
     assert [each.name for each in (tmp_path / "run").glob("step*")] == ["step-3"]
 
@@ -459,20 +459,20 @@ def test_retention_removes_a_signature_with_its_step(tmp_path):
 def test_every_step_of_a_run_has_to_be_signed_if_all_are_checked(tmp_path):
     for number in (1, 2):
         save(tree(), tmp_path / f"step-{number}")
-    sign(tmp_path, key=PRIVATE)
-    (damage,) = verify(tmp_path, key=PUBLIC).damages
+    sign(tmp_path, private_key=PRIVATE)
+    (damage,) = verify(tmp_path, signed_by=PUBLIC).damages
     assert str(damage).startswith(f"step-1 fails the check of its signature: {tmp_path}/step-1 is not signed")
-    report = verify(tmp_path, step=2, key=PUBLIC)
+    report = verify(tmp_path, step=2, signed_by=PUBLIC)
     assert report.ok
     assert report.signed_by
-    sign(tmp_path / "step-1", key=PRIVATE)
-    assert verify(tmp_path, key=PUBLIC).ok
+    sign(tmp_path / "step-1", private_key=PRIVATE)
+    assert verify(tmp_path, signed_by=PUBLIC).ok
 
 
 def test_prune_removes_the_signature_of_a_file(tmp_path):
     for number in (1, 2):
         save(tree(), tmp_path / f"step-{number}.safetensors")
-        sign(tmp_path / f"step-{number}.safetensors", key=PRIVATE)
+        sign(tmp_path / f"step-{number}.safetensors", private_key=PRIVATE)
     checkpoint.prune(tmp_path, keep=1, pattern="step-*.safetensors")
     assert sorted(each.name for each in tmp_path.iterdir()) == [
         "step-2.safetensors",
@@ -486,58 +486,58 @@ def test_prune_removes_the_signature_of_a_file(tmp_path):
 def test_a_bucket_is_signed_and_read_as_a_directory_is(tmp_path):
     url = "memory://signed/model"
     save(tree(), url)
-    assert sign(url, key=PRIVATE) == f"{url}/eformer.sig"
-    assert verify(url, key=PUBLIC).ok
-    assert same(load(url, key=PUBLIC), tree())
+    assert sign(url, private_key=PRIVATE) == f"{url}/eformer.sig"
+    assert verify(url, signed_by=PUBLIC).ok
+    assert same(load(url, signed_by=PUBLIC), tree())
     data = next(key for key in buckets.objects(url) if key.endswith(".safetensors"))
     buckets.overwrite(url, data, lambda found: flip(found, -1, 1))
     for cache in (False, tmp_path / "cache"):  # which keeps what it has fetched, and is asked again once
         with pytest.raises(AlteredError):
-            load(url, key=PUBLIC, cache=cache)
-    assert not verify(url, key=PUBLIC).ok
+            load(url, signed_by=PUBLIC, options={"cache": cache})
+    assert not verify(url, signed_by=PUBLIC).ok
     save(tree(1.0), url)
     with pytest.raises(SignatureError, match="is not signed"):
-        load(url, key=PUBLIC)
+        load(url, signed_by=PUBLIC)
 
 
 def test_what_other_programs_put_beside_a_model_does_not_count(directory):
     (directory / ".gitattributes").write_text("*.safetensors filter=lfs")
     (directory / ".cache" / "huggingface").mkdir(parents=True)
     (directory / ".cache" / "huggingface" / "x.lock").write_text("")
-    assert verify(directory, key=PUBLIC).ok
-    assert same(load(directory, key=PUBLIC), tree())
+    assert verify(directory, signed_by=PUBLIC).ok
+    assert same(load(directory, signed_by=PUBLIC), tree())
 
 
 def test_links_are_not_signed_and_added_ones_are_found(directory, tmp_path):
     (tmp_path / "outside.json").write_text("{}")
     (directory / "config.json").symlink_to(tmp_path / "outside.json")
     with pytest.raises(ValueError, match=r"links, which cannot be signed: config\.json"):
-        sign(directory, key=PRIVATE)
+        sign(directory, private_key=PRIVATE)
     with pytest.raises(AlteredError, match=r"config\.json was added"):
-        load(directory, key=PUBLIC)
+        load(directory, signed_by=PUBLIC)
 
 
 def test_a_snapshot_in_a_cache_of_hugging_face_is_read(tmp_path):
     hugging_face(tmp_path / "made")
-    sign(tmp_path / "made", key=PRIVATE)
+    sign(tmp_path / "made", private_key=PRIVATE)
     blobs, snapshot = tmp_path / "model" / "blobs", tmp_path / "model" / "snapshots" / "main"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
     for number, each in enumerate(sorted((tmp_path / "made").iterdir())):
         shutil.copy(each, blobs / str(number))
         (snapshot / each.name).symlink_to(f"../../blobs/{number}")
-    assert same(load(snapshot, key=PUBLIC), load(snapshot))
-    assert verify(snapshot, key=PUBLIC).ok
+    assert same(load(snapshot, signed_by=PUBLIC), load(snapshot))
+    assert verify(snapshot, signed_by=PUBLIC).ok
 
 
 def test_one_of_several_files_is_not_a_checkpoint_to_sign(tmp_path):
     hugging_face(tmp_path / "made")
     with pytest.raises(ValueError, match="sign the directory"):
-        sign(tmp_path / "made" / "model-00001-of-00002.safetensors", key=PRIVATE)
+        sign(tmp_path / "made" / "model-00001-of-00002.safetensors", private_key=PRIVATE)
 
 
 def test_a_file_of_a_signed_directory_leads_to_the_signed_checkpoint(directory):
-    assert same(load(directory / "manifest.json", key=PUBLIC), tree())
+    assert same(load(directory / "manifest.json", signed_by=PUBLIC), tree())
 
 
 def test_something_else_of_that_name_is_not_replaced(path):
@@ -545,12 +545,12 @@ def test_something_else_of_that_name_is_not_replaced(path):
     mine = (path if path.is_dir() else path.parent) / name
     mine.write_text("mine")
     with pytest.raises(FileExistsError, match="remove it to sign the checkpoint"):
-        sign(path, key=PRIVATE)
+        sign(path, private_key=PRIVATE)
     assert mine.read_text() == "mine"
 
 
 def test_where_nothing_is_nothing_is_signed(tmp_path):
-    for refuse in (lambda path: sign(path, key=PRIVATE), lambda path: load(path, key=PUBLIC)):
+    for refuse in (lambda path: sign(path, private_key=PRIVATE), lambda path: load(path, signed_by=PUBLIC)):
         with pytest.raises(NotFoundError):
             refuse(tmp_path / "nothing" / "here")
 
@@ -559,26 +559,26 @@ def test_a_signed_step_inside_of_an_unsigned_checkpoint_does_not_stand_for_it(di
     save(tree(1.0), tmp_path / "unsigned")
     shutil.copytree(directory, tmp_path / "unsigned" / "step-1")
     with pytest.raises(SignatureError, match="unsigned is not signed"):
-        load(tmp_path / "unsigned", key=PUBLIC)
+        load(tmp_path / "unsigned", signed_by=PUBLIC)
 
 
 def test_a_link_that_the_caller_names_leads_to_the_signed_file(tmp_path):
     save(tree(), tmp_path / "model.safetensors")
-    sign(tmp_path / "model.safetensors", key=PRIVATE)
+    sign(tmp_path / "model.safetensors", private_key=PRIVATE)
     (tmp_path / "links").mkdir()
     (tmp_path / "links" / "best.safetensors").symlink_to(tmp_path / "model.safetensors")
-    assert same(load(tmp_path / "links" / "best.safetensors", key=PUBLIC), tree())
+    assert same(load(tmp_path / "links" / "best.safetensors", signed_by=PUBLIC), tree())
     (tmp_path / "model.safetensors.eformer.sig").unlink()
     with pytest.raises(SignatureError, match=r"model\.safetensors is not signed"):
-        load(tmp_path / "links" / "best.safetensors", key=PUBLIC)
+        load(tmp_path / "links" / "best.safetensors", signed_by=PUBLIC)
 
 
 def test_a_step_that_is_held_is_signed_as_the_step_is(tmp_path):
     step(tmp_path / "run")
-    sign(tmp_path / "run", key=PRIVATE)
+    sign(tmp_path / "run", private_key=PRIVATE)
     (only,) = checkpoint.steps(tmp_path / "run")
     with only.hold() as path:
-        assert same(load(path, key=PUBLIC), tree())
+        assert same(load(path, signed_by=PUBLIC), tree())
 
 
 def test_retention_removes_a_signature_from_a_bucket(tmp_path):
@@ -587,7 +587,7 @@ def test_retention_removes_a_signature_from_a_bucket(tmp_path):
         for number in (1, 2):
             run.save(number, tree())
             run.wait()
-            sign(f"{url}/step-{number}", key=PRIVATE)
+            sign(f"{url}/step-{number}", private_key=PRIVATE)
         run.save(3, tree())
     assert not [key for key in buckets.objects(url) if "step-3" not in key and "step" in key]
 
@@ -596,6 +596,6 @@ def test_retention_removes_a_signature_from_a_bucket(tmp_path):
 def test_a_checkpoint_of_orbax_in_a_bucket_is_signed(name):
     url = f"memory://signed-orbax-{name}/model"
     buckets.upload(ORBAX / name, url)
-    sign(url, key=PRIVATE)
-    assert same(load(url, key=PUBLIC), load(url))
-    assert verify(url, key=PUBLIC).ok
+    sign(url, private_key=PRIVATE)
+    assert same(load(url, signed_by=PUBLIC), load(url))
+    assert verify(url, signed_by=PUBLIC).ok

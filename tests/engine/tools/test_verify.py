@@ -62,7 +62,7 @@ def test_files_of_other_programs_have_no_digests(tmp_path):
 def test_a_checkpoint_that_is_replaced_meanwhile_is_not_called_damaged(path, monkeypatch):
     from eformer._engine.tools import verify as _verify
 
-    check, calls = _verify.check, []
+    check, calls = _verify.check_pieces, []
 
     def replace_first(*args):
         if not calls:
@@ -71,7 +71,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_not_called_damaged(path, mon
             save({"new": np.ones(3)}, path)
         check(*args)
 
-    monkeypatch.setattr(_verify, "check", replace_first)
+    monkeypatch.setattr(_verify, "check_pieces", replace_first)
     assert verify(path).ok
     assert checkpoint.load(path)["new"][0] == 1
 

@@ -72,7 +72,7 @@ def load_tree(path, spec, version=0, broadcast=False):
             specs[name] = P()
     shardings = {"global": {name: NamedSharding(on_mesh, s) for name, s in specs.items()}}
     before = Counted.nbytes
-    loaded = load(path, shardings=shardings, broadcast=broadcast)
+    loaded = load(path, shardings=shardings, options={"broadcast": broadcast})
     nbytes = Counted.nbytes - before
     check(loaded, version)
     for name, leaf in loaded["global"].items():
@@ -83,14 +83,14 @@ def load_tree(path, spec, version=0, broadcast=False):
 def load_everywhere(path, broadcast):
     """One large leaf, in all processes whole; returns the bytes that this one has read."""
     before = Counted.nbytes
-    leaf = load(path, shardings=NamedSharding(mesh(), P()), broadcast=broadcast)
+    leaf = load(path, shardings=NamedSharding(mesh(), P()), options={"broadcast": broadcast})
     assert bits(np.asarray(leaf.addressable_data(1))) == bits(load(path))
     return Counted.nbytes - before - leaf.nbytes
 
 
 def load_much_everywhere(path):
     """More collectives than there are cores, all of which would be begun at once."""
-    for leaf in load(path, shardings=NamedSharding(mesh(), P()), broadcast=True).values():
+    for leaf in load(path, shardings=NamedSharding(mesh(), P()), options={"broadcast": True}).values():
         assert (np.asarray(leaf.addressable_data(1)) == 7).all()
 
 
@@ -135,7 +135,7 @@ def load_alone(path, version=0):
 def load_inside_of_set_mesh(path):
     """The mesh counts where an argument needs one; a load that says nothing is still one process's own."""
     with jax.set_mesh(mesh()):
-        rows = load(path, rules=[("global/rows", P("x"))], broadcast=True)["global"]["rows"]
+        rows = load(path, rules=[("global/rows", P("x"))], options={"broadcast": True})["global"]["rows"]
         assert rows.sharding == NamedSharding(mesh(), P("x"))
         if jax.process_index() == 0:
             check(load(path))
@@ -158,7 +158,7 @@ def load_steps(path, broadcast):
     array = put(np.array(7, np.int32), everywhere)
     save({"a": 7, "b": array}, path, **format_of(path))
     like = {"a": jax.ShapeDtypeStruct((), np.int32, sharding=everywhere), "b": 0}
-    loaded = load(path, like=like, broadcast=broadcast)
+    loaded = load(path, like=like, options={"broadcast": broadcast})
     assert loaded["a"].sharding == everywhere
     assert all(int(shard.data) == 7 for shard in loaded["a"].addressable_shards)
     assert (type(loaded["b"]), loaded["b"]) == (int, 7)

@@ -115,7 +115,7 @@ def miss_a_save(path, kind):
 
 def save_and_load_at_once(path, rank):
     if jax.process_index() == rank:
-        load(path, mesh=mesh(), shardings={"local": P()}, timeout=20)
+        load(path, mesh=mesh(), shardings={"local": P()}, options={"timeout": 20})
     else:
         save(tree(), path, options=SaveOptions(timeout=20), **format_of(path))
 
@@ -150,7 +150,9 @@ def outlive_many(path, count):
 def load_on_some(path, processes):
     """All call, but only some have devices there: the others need not wait for anybody."""
     devices = np.array([d for d in jax.devices() if d.process_index in processes])
-    loaded = load(path, keys="numpy", shardings=NamedSharding(Mesh(devices, ("x",)), P()), timeout=20)
+    loaded = load(
+        path, keys="numpy", shardings=NamedSharding(Mesh(devices, ("x",)), P()), options={"timeout": 20}
+    )
     return [np.asarray(shard.data).tolist() for shard in loaded["numpy"].addressable_shards]
 
 

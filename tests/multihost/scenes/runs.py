@@ -75,7 +75,7 @@ FAULTS = {
 
 def run_with_fault_seen_by(path, rank, number, fault, times=100):
     """One process alone cannot read a step, so many times."""
-    read, left = load_module.read, [times]
+    read, left = load_module.read_targets, [times]
 
     def failing(found, *arguments, **more):
         if jax.process_index() == rank and found.path.endswith(f"step-{number}") and left[0]:
@@ -83,11 +83,11 @@ def run_with_fault_seen_by(path, rank, number, fault, times=100):
             raise FAULTS[fault]
         return read(found, *arguments, **more)
 
-    load_module.read = failing
+    load_module.read_targets = failing
     try:
         return run_loop(path, number)
     finally:
-        load_module.read = read
+        load_module.read_targets = read
 
 
 def run_with_another_listing(path, rank):

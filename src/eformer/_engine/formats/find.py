@@ -72,20 +72,20 @@ _FEW_RESTARTS = 5
 _MOST_RESTARTS = 100  # saves that may replace a checkpoint, one after the other, while it is being read
 
 
-def find(path: str | os.PathLike[str], key: Verifier | None = None) -> Found:
+def find(path: str | os.PathLike[str], signed_by: Verifier | None = None) -> Found:
     """Find the checkpoint at `path`: a directory, its index or manifest, one of its files, a single file, or the common
-    beginning of the names of such files. One shard of a model leads to the whole model.
+    beginning of the names of several files. The path of one shard leads to the whole model.
 
-    With a `key`, nothing is read but what its owner has signed.
+    With `signed_by`, a public key, only files that its owner has signed are read.
     """
-    if key is not None:
-        return _find_signed(*locate(path), key)
+    if signed_by is not None:
+        return _find_signed(*locate(path), signed_by)
     place = Place(store_at(path))
     return _in_directory(place) if place.is_there else _find_in(*place.store.parent())
 
 
 def find_step(path: str | os.PathLike[str]) -> Found:
-    """Find the checkpoint that lies at `path` itself. Raise NotFoundError for a run, whose checkpoints lie below it."""
+    """Find the checkpoint at exactly `path`. Raise NotFoundError for a run, whose checkpoints lie below it."""
     found = find(path)
     if found.path.startswith(f"{store_at(path).url}/"):
         raise NotFoundError(f"it is a run, not a step; its newest step is {found.path}")
@@ -93,8 +93,8 @@ def find_step(path: str | os.PathLike[str]) -> Found:
 
 
 def signed_place(store: Store, name: str) -> tuple[Store, str, str]:
-    """Return where the signature of a checkpoint is: store and name of the checkpoint, and what was signed, its file or
-    "" for the directory. Of a run it is that of the last step. Raise SignatureError if there is none."""
+    """Locate the signature of a checkpoint. Return the store and the name of the checkpoint, and the signed file or ""
+    for the directory. For a run, locate the signature of its last step. Raise SignatureError without a signature."""
     scope = scope_of(store, name)
     if scope is not None:
         return store, name, scope
@@ -111,21 +111,20 @@ def signed_place(store: Store, name: str) -> tuple[Store, str, str]:
 
 
 def signer_of(found: Found) -> str | None:
-    """Return the id of the key that has signed a checkpoint, by the signature's own account; None if it is not signed.
-    Nothing is checked."""
+    """Return the id of the key that a signature claims, unchecked; None if the checkpoint is not signed."""
     store, name = locate(found.path)
     scope = scope_of(store, name)
     return None if scope is None else claimed_signer(store, scope)
 
 
-def _find_signed(store: Store, name: str, key: Verifier) -> Found:
+def _find_signed(store: Store, name: str, signed_by: Verifier) -> Found:
     store, name, scope = signed_place(store, name)
-    inside = signed_store(store, scope, key)
+    inside = signed_store(store, scope, signed_by)
     with inside.watched():
         found = _find_in(inside, name)
-    if not isinstance(found.store, SignedStore):  # a reader went its own way
+    if not isinstance(found.store, SignedStore):  # a reader would read the files past the checks
         raise SignatureError(f"{found.path} cannot be read as a signed checkpoint")
-    return replace(found, key=key)
+    return replace(found, signed_by=signed_by)
 
 
 def _find_in(store: Store, name: str) -> Found:
@@ -136,21 +135,23 @@ def _find_in(store: Store, name: str) -> Found:
     return files.in_other_file(store, name) or safetensors.in_file(store, name)
 
 
-def look_at(path: str | os.PathLike[str], use: Callable[[Found], T], key: Verifier | None = None) -> T:
-    """Call `use` with the checkpoint at `path`, and return its result; start again if a newer save replaces it."""
+def look_at(path: str | os.PathLike[str], use: Callable[[Found], T], signed_by: Verifier | None = None) -> T:
+    """Call `use` with the checkpoint at `path`, and return its result. Start again if a newer save replaces it."""
 
     def attempt(found: Found) -> T:
         with reading(found):
             return use(found)
 
-    return reread(path, attempt, key)
+    return reread(path, attempt, signed_by)
 
 
 def was_replaced(found: Found) -> bool:
-    """Tell whether the checkpoint that was found is another one now, with other files, or has been removed: a run has
-    another newest step then."""
+    """Tell whether the checkpoint was replaced or removed since it was found.
+
+    For a run this is also true if another step is the newest now.
+    """
     try:
-        if find(found.path, found.key).manifest.digest != found.manifest.digest:
+        if find(found.path, found.signed_by).manifest.digest != found.manifest.digest:
             return True
     except NotFoundError:
         return True
@@ -163,23 +164,25 @@ def has_new_versions(found: Found) -> bool:
 
 
 class ReplacedError(Exception):
-    """A signal to `reread` to start again with the newer checkpoint. Never reaches the caller."""
+    """Makes `reread` start again with the newer checkpoint. Never reaches the caller."""
 
 
 @uninterrupted
-def reread(path: str | os.PathLike[str], use: Callable[[Found], T], key: Verifier | None = None) -> T:
-    """Call `use` with the checkpoint at `path`, and return its result; start again if it raises `ReplacedError`.
+def reread(path: str | os.PathLike[str], use: Callable[[Found], T], signed_by: Verifier | None = None) -> T:
+    """Call `use` with the checkpoint at `path`, and return its result. Start again if it raises `ReplacedError`.
 
-    A save to this path that this process has under way in the background is waited for. Saves of this process that
-    replace the checkpoint faster than it can be read are held back after a few restarts.
+    Wait before for a save of this process to this path that runs in the background. After a few restarts, hold back
+    further saves of this process to this path, which would replace the checkpoint faster than it can be read.
     """
-    return reread_all([path], lambda found: use(*found), key)
+    return reread_all([path], lambda found: use(*found), signed_by)
 
 
 def reread_all(
-    paths: Sequence[str | os.PathLike[str]], use: Callable[[Sequence[Found]], T], key: Verifier | None = None
+    paths: Sequence[str | os.PathLike[str]],
+    use: Callable[[Sequence[Found]], T],
+    signed_by: Verifier | None = None,
 ) -> T:
-    """Like `reread`, with the checkpoints at several paths: if one of them is replaced, all are found again."""
+    """Call `use` with the checkpoints at several paths. If one is replaced, find all of them again and start again."""
     if turns.has_background:
         turns.wait_for_background(_places(paths))
     with ExitStack() as stack:
@@ -187,7 +190,7 @@ def reread_all(
             if restart == _FEW_RESTARTS:
                 stack.enter_context(turns.held_back(_places(paths)))
             try:
-                return use([find(path, key) for path in paths])
+                return use([find(path, signed_by) for path in paths])
             except ReplacedError:
                 continue
     raise FormatError(
@@ -196,17 +199,17 @@ def reread_all(
 
 
 def _places(paths: Sequence[str | os.PathLike[str]]) -> set[str]:
-    """Return the keys of saves to the directories or files at `paths`, or to the directories that they are files of."""
+    """Return the keys of saves that could replace a checkpoint at `paths`: of the paths and the directories above."""
     stores = [store_at(path) for path in paths]
     return {key for store in stores for key in (store.key, f"{store.key}{SUFFIX}", store.parent()[0].key)}
 
 
 @contextmanager
 def reading(found: Found) -> Iterator[None]:
-    """Turn errors of reading a checkpoint that has been replaced meanwhile into `ReplacedError`.
+    """Turn errors of reading a checkpoint that was replaced meanwhile into `ReplacedError`.
 
-    Wrap only the reading itself: errors of the caller's own functions must pass as they are. If the checkpoint is
-    still in place, a file that is missing is a CorruptionError, and any other error is raised unchanged.
+    Wrap only the reading itself: errors of the caller's functions must pass unchanged. If the checkpoint is still in
+    place, a missing file is a CorruptionError, and other errors are raised unchanged.
     """
     try:
         with found.store.watched() if isinstance(found.store, SignedStore) else nullcontext():
@@ -239,7 +242,7 @@ def _missing(store: Store, name: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A step that was looked at. `found` is None if it cannot be read, and `problem` says why."""
+    """A step and its checkpoint. If it cannot be read, `found` is None and `problem` is the reason."""
 
     number: int
     name: str
@@ -249,11 +252,11 @@ class _Step:
 
 
 def newest_step(store: Store) -> tuple[str, Found] | None:
-    """Find the newest step of a run, and its name; None if there is none.
+    """Find the newest step of a run, and its name; None for a run without steps.
 
     Raise CorruptionError if it is damaged, and VersionError if a newer eformer wrote it: an older step in its place
-    would be old weights without a word. A step that is removed or replaced meanwhile is not damaged: a problem counts
-    if a second look finds the same, and the step is still there.
+    would silently give old weights. A step that is removed or replaced meanwhile is not damaged, so a problem counts
+    only if a second look finds the same problem, and the step still exists.
     """
     if name := later_of_flax(store):
         return name, find_step(store.path_to(name))
@@ -278,7 +281,7 @@ def later_of_flax(store: Store) -> str | None:
 
 
 def _looked_at(store: Store) -> Iterator[_Step]:
-    """Look at the steps of a run, the newest first."""
+    """Read the steps of a run, the newest first."""
     for number, name in steps_from_last(store):
         try:
             found = find_step(store.path_to(name))
@@ -289,34 +292,34 @@ def _looked_at(store: Store) -> Iterator[_Step]:
         except VersionError as error:
             yield _Step(number, name, problem=str(error), is_newer_version=True)
         except (FormatError, FileNotFoundError) as error:
-            # Orbax writes its marks first: where directories do not appear whole, such a step is not finished.
+            # Orbax writes its marks first. In a bucket, a step with marks and no tree is not finished, and not damaged.
             if on_disk(store) is None and isinstance(error, NotFoundError) and is_of_orbax(store, name):
                 continue
             yield _Step(number, name, problem=_missing_file(error) or str(error))
 
 
 def _missing_file(error: Exception) -> str | None:
-    """Say which file is missing, of an error of the system."""
+    """Return a text that names the missing file of a FileNotFoundError; None for other errors."""
     name = error.filename if isinstance(error, FileNotFoundError) else None
     return f"{name} is missing" if name else None
 
 
 def _damaged(store: Store, newest: _Step) -> FormatError:
-    """Say that the newest step cannot be read, and which one before it can."""
+    """Return the error for a newest step that cannot be read. It names the last earlier step that can be read."""
     kind = VersionError if newest.is_newer_version else CorruptionError
     problems = [f"{newest.name}: {newest.problem}"]
     try:
         for step in _looked_at(store):
             if step.number < newest.number and step.found:
                 state = "is of a newer version" if newest.is_newer_version else "is damaged"
-                before = "the one before" if len(problems) == 1 else "the last whole one"
+                before = "the step before" if len(problems) == 1 else "the last whole step"
                 return kind(
                     f"{store.url}: the newest step, {newest.number}, {state}: {newest.problem}; {before} is "
                     f"{store.path_to(step.name)}. Pass that path to use it"
                 )
             if step.number < newest.number:
                 problems.append(f"{step.name}: {step.problem}")
-    except OSError as error:  # the damage is more important
+    except OSError as error:  # the damage matters more than an error while looking for an earlier step
         problems.append(str(error))
     return kind(f"no step of {store.url} is whole: {few(problems)}")
 
@@ -324,8 +327,8 @@ def _damaged(store: Store, newest: _Step) -> FormatError:
 def _by_steps(place: Place) -> Found | None:
     """Find the newest step of a run.
 
-    Look before the readers of Orbax, which know only their own steps, and before that of arrays, which dead saves leave
-    in the directories of steps.
+    This reader comes before the readers of Orbax, which know only steps of Orbax, and before the reader of arrays,
+    because interrupted saves leave arrays in the directories of steps.
     """
     if not may_be_run(place.names) or (last := last_step_in(place.store)) is None:
         return None
@@ -338,8 +341,10 @@ def _by_steps(place: Place) -> Found | None:
 
 
 def _readable_of_orbax(store: Store, name: str) -> Found | None:
-    """Find a step of Orbax; None if it is not one, or none of its trees can be read. One tree is enough: a load of it
-    does not need the other items, which eformer may be unable to read. A link that leads out of the run is refused."""
+    """Find a step of Orbax; None for other steps, or if none of its trees can be read.
+
+    One readable tree is enough: a load of it does not need the other items. Refuse a link that leads out of the run.
+    """
     if not is_of_orbax(store, name):
         return None
     if (run := on_disk(store)) is not None:
@@ -362,8 +367,8 @@ def _can_be_read(found: Found, prefix: str) -> bool:
         return False
 
 
-# In this order: a manifest with no index of arrays beside it settles it, or else that index. Files of Orbax may lie
-# beside safetensors files.
+# The order matters. A manifest without an index of arrays beside it decides, then the index. Files of Orbax may lie
+# beside safetensors files, so the marks of Orbax come before them.
 DIRECTORY_READERS: tuple[DirectoryReader, ...] = (
     safetensors.by_manifest,
     arrays.by_index,
@@ -383,8 +388,10 @@ DIRECTORY_READERS: tuple[DirectoryReader, ...] = (
 
 
 def problem_of(found: Found) -> str | None:
-    """Say which file of a checkpoint is missing or has another length than it should; None if none. Digests are not
-    checked. What would have to be copied first is not looked at."""
+    """Name a file of a checkpoint that is missing or has a wrong length; None if all files are there.
+
+    Digests are not checked. Checkpoints that would have to be copied to this machine are not checked at all.
+    """
     if found.foreign.is_costly:
         return None
     for tree in found.trees.values():
@@ -430,7 +437,7 @@ def _nothing_in(store: Store, names: list[str]) -> NoReturn:
 
 
 def _looks_like_one(path: Path) -> bool:
-    if path.is_symlink():  # perhaps to the outside, where nothing is opened for a hint
+    if path.is_symlink():  # it may lead out of the directory, where no file is opened for a hint
         return False
     if any((path / name).exists() for name in (INDEX, MANIFEST)) or orbax.marks(path):
         return True

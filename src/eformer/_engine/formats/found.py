@@ -1,4 +1,4 @@
-"""Describe a checkpoint that was found: its manifest, and where its files are."""
+"""Describe a checkpoint that was found: its manifest and its files."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class Trees(Mapping[str, "TreeEntry"]):
-    """Trees by prefix. Trees of other programs are described on first use, so a damaged one does not affect the rest.
+    """Trees by prefix. Trees of other programs are described on first use, so a damaged tree does not affect the rest.
 
     Directories in `also` can be loaded as prefixes, but were not saved under one; they are not counted or listed.
-    `listed` describe trees without extents, those of which these are somewhere else.
+    `listed` describes trees without extents, if the records of several processes hold the extents.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class Trees(Mapping[str, "TreeEntry"]):
 class Foreign:
     """Facts of a checkpoint that only the reader of another program's format knows.
 
-    open_files      opens the bytes of trees whose extents are not files
-    has_names       False for a file that stores one array after another; its leaves are named by number
+    open_files      opens the bytes of trees whose extents are not in files
+    has_names       False for a file that stores arrays without names; its leaves are named by number
     find_damages    checks checksums that cannot be checked by reading a piece of a file
     find_left_out   lists the files that are not read and may hold leaves
     refused         leaves of kinds that eformer does not store, each with its kind
-    find_quantized  tells how a tree is quantised, if it is
-    is_costly       True if everything is copied to this machine as soon as a tree is asked for
+    find_quantized  describes the quantised leaves of a tree; None for a tree without such leaves
+    is_costly       True if asking for a tree copies all files to this machine
     """
 
     open_files: Callable[[TreeEntry], Files] | None = None
@@ -87,14 +87,14 @@ class Foreign:
 class Found:
     """A checkpoint that was found: the store of its files, and its manifest.
 
-    path            the path by which to find it again
-    trees           by prefix, the trees of the manifest and those of other programs
+    path            the path that leads to it again
+    trees           the trees of the manifest or of another program, by prefix
     only            the prefix of the tree that the path led to
-    versions        the versions of files that were read, to detect a newer file of the same name; files that a manifest
-                    names are never replaced
+    versions        the versions of files that were read, to detect a newer file of the same name. A manifest's files
+                    need none, because they are never replaced
     foreign         facts that only the reader of another program's format knows
     check_beside    checks files of eformer that hold no leaves: indexes for other readers, and marks
-    key             the key by which everything that is read was signed; None if that was not asked for
+    signed_by       the public key whose owner has signed every byte that is read; None without `signed_by=`
     """
 
     path: str
@@ -105,20 +105,19 @@ class Found:
     versions: Mapping[str, Version] = field(default_factory=dict)
     foreign: Foreign = Foreign()
     check_beside: Callable[[], list[Damage]] = list
-    key: Verifier | None = None
+    signed_by: Verifier | None = None
 
     def tree(self, prefix: str | None) -> TreeEntry:
-        """Return the tree of a prefix; by default the one that was saved without a prefix, or the only one."""
+        """Return the tree of a prefix; by default the tree that was saved without a prefix, or the only tree."""
         return self.trees[self._known(prefix)]
 
     def listed(self, prefix: str | None) -> TreeEntry:
-        """Return the tree as `tree` does; but if several processes wrote it, their records are not read, and its leaves
-        have no extents."""
+        """Return the tree of a prefix, without extents if several processes wrote it: their records are not read."""
         known = self._known(prefix)
         return self.trees.listed(known) if isinstance(self.trees, Trees) else self.trees[known]
 
     def _known(self, prefix: str | None) -> str:
-        """Return the prefix of a tree that is there."""
+        """Return the prefix of an existing tree, or raise an error that lists the prefixes."""
         available = sorted(self.trees)
         if not available:
             raise NotFoundError(f"{self.path} holds no trees")
@@ -136,8 +135,10 @@ class Found:
         return prefix
 
     def left_out(self, prefix: str | None = None) -> tuple[str, ...]:
-        """List what is not read and may hold leaves: files, directories, and leaves that are refused; with a prefix,
-        those of that tree."""
+        """List the files and directories that are not read and may hold leaves, and refused leaves.
+
+        With a prefix, list only the paths of that tree.
+        """
         foreign = self.foreign
         found = (*foreign.find_left_out(), *(f"{name} ({kind})" for name, kind in foreign.refused.items()))
         root = self.listed(prefix).root if prefix is not None else ""
@@ -176,13 +177,13 @@ def files_of(store: Store, tree: TreeEntry, versions: Mapping[str, Version] | No
 
 # ------------------------------------------------------------------------------------------- readers
 #
-# A reader looks at a directory or at an open file. It returns a `Found` if the checkpoint is of its format, and None if
-# another reader should look. `find.py` and `others/sniff.py` ask them one after the other.
+# A reader examines a directory or an open file. It returns a `Found` if the checkpoint is of its format, and None
+# otherwise. `find.py` and `sniff.py` call the readers in order until one returns a `Found`.
 
 
 @dataclass(slots=True)
 class Place:
-    """A directory that readers look at. It is listed once, when the first of them asks for its `names`."""
+    """A directory that readers examine. It is listed once, when a reader first asks for its `names`."""
 
     store: Store
     _names: list[str] | None = None
@@ -194,12 +195,12 @@ class Place:
         return self._names
 
     def has(self, name: str) -> bool:
-        """Tell whether a name is there. The directory is not listed for it."""
+        """Tell whether the directory has a name, without listing it."""
         return self.store.exists(name) if self._names is None else name in self._names
 
     @property
     def is_there(self) -> bool:
-        """Whether the place is a directory: one that exists, or a prefix that objects have."""
+        """Tell whether the place is an existing directory, or in a bucket the beginning of names."""
         if (directory := on_disk(self.store)) is not None:
             return directory.is_dir()
         try:
@@ -209,7 +210,7 @@ class Place:
 
 
 def kinds_if_there(store: Store) -> dict[str, Kind]:
-    """List a directory. One that does not exist has nothing in it."""
+    """List a directory; return an empty dict for a directory that does not exist."""
     try:
         return store.kinds()
     except (FileNotFoundError, NotADirectoryError):
@@ -220,4 +221,4 @@ DirectoryReader = Callable[[Place], "Found | None"]
 """Reads the checkpoints of one format in directories."""
 
 FileReader = Callable[["SingleFile", bytes], "Found | None"]
-"""Reads the checkpoints of one format that are one file, of which the first bytes are given."""
+"""Reads the checkpoints of one format that are one file; the second argument is the first bytes of the file."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def assemble(targets: Sequence[LeafTarget], put: PutShards | None = None) -> dict[str, Any]:
-    """Return the arrays by name. JAX may alias the buffers of the targets, so nothing else may write to them."""
+    """Return the arrays by name. JAX may alias the buffers of the targets, so no other code may write to them."""
     plain: list[Any] = []
     sharded: list[Shards] = []
     for target in targets:
@@ -49,7 +49,7 @@ def assemble(targets: Sequence[LeafTarget], put: PutShards | None = None) -> dic
         else:
             leaf = next(on_devices)
             if target.read_sharding is not None:
-                leaf.block_until_ready()  # no program reads an array that is still on its way, see `Transfer`
+                leaf.block_until_ready()  # before a program reads the array, see `Transfer`
                 leaf = resharded(leaf, target.sharding, dtype_from_name(target.dtype))
         if target.entry.key and not target.as_numpy:
             leaf = _as_keys(leaf, target)
@@ -61,7 +61,7 @@ def assemble(targets: Sequence[LeafTarget], put: PutShards | None = None) -> dic
 
 def _shards(target: LeafTarget) -> Shards:
     """Describe an array that goes to the devices of its sharding."""
-    sharding, boxes, arrays = target.read_sharding or target.sharding, target.boxes, target.arrays
+    sharding, boxes, arrays = target.read_sharding or target.sharding, target.device_boxes, target.arrays
     assert boxes is not None
     if target.entry.key:
         sharding = _of_key_data(sharding, len(target.entry.logical_shape))
@@ -74,7 +74,7 @@ def _shards(target: LeafTarget) -> Shards:
 
 
 def change_shapes(targets: Sequence[LeafTarget]) -> None:
-    """Reshape the arrays that are to have another shape, or call the caller's functions to resize them."""
+    """Give arrays their new shape: reshape them, or call the caller's functions to resize them."""
     for target in targets:
         if target.new_shape is not None:
             target.arrays = [_with_new_shape(target, target.arrays[0])]
@@ -83,7 +83,7 @@ def change_shapes(targets: Sequence[LeafTarget]) -> None:
 def _with_new_shape(target: LeafTarget, whole: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if target.resize is None:
         return whole.reshape(target.shape)
-    resized = np.array(called(target.resize, whole))  # a copy: the caller may use the memory again
+    resized = np.array(called(target.resize, whole))  # a copy: the caller may write to his array later
     expected, found = (f"{a.dtype}{list(a.shape)}" for a in (np.empty(target.shape, whole.dtype), resized))
     if expected != found:
         raise MismatchError([f"leaf {target.name!r}: resize= returned {found}, expected {expected}"])
@@ -91,7 +91,10 @@ def _with_new_shape(target: LeafTarget, whole: np.ndarray[Any, Any]) -> np.ndarr
 
 
 def _put_reshaped(target: LeafTarget) -> Any:
-    """Put a reshaped leaf on its devices. Across processes by a callback: device_put would compare their arrays."""
+    """Put a reshaped leaf on its devices.
+
+    Across processes, use a callback: `jax.device_put` would make the processes compare their arrays.
+    """
     whole = target.arrays[0]
     if target.sharding is None or target.sharding.is_fully_addressable:
         return jax.device_put(whole, target.sharding)
@@ -99,7 +102,7 @@ def _put_reshaped(target: LeafTarget) -> Any:
 
 
 def _of_key_data(sharding: Sharding, ndim: int) -> Sharding:
-    """Return the sharding of the numbers inside of PRNG keys, which have one axis more than the keys."""
+    """Return the sharding of the numbers of PRNG keys, which have one axis more than the keys."""
     if isinstance(sharding, NamedSharding):
         spec = (*sharding.spec, *(None for _ in range(ndim - len(sharding.spec))), None)
         return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)

@@ -1,4 +1,4 @@
-"""List what a load can choose from: the leaves of a tree, below a root, renamed, under the names that `like` has."""
+"""List the leaves that a load can choose from: below a root, renamed, and under the names in `like`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import msgspec
 from eformer._engine.formats.nested_names import nested_spelled
 from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.manifest import UNREADABLE, LeafEntry, parse_structure
-from eformer._engine.record.names import BARE_LEAF, readable, split_name, with_nearest
+from eformer._engine.record.names import BARE_LEAF, readable, resolve, split_name, with_nearest
 from eformer._engine.record.rename import apply, refuse_transformed_keys
-from eformer._engine.trees.unflatten import leaves_of, part_of
-from eformer.errors import MismatchError
+from eformer._engine.record.text import few
+from eformer._engine.record.values import LeftToCode
+from eformer._engine.trees.unflatten import leaves_of, part_of, unflatten
+from eformer.errors import MismatchError, StructureError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from eformer._engine.record.lazy_arrays import LeafReader
-    from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.planned import LazyArray
     from eformer._engine.record.rename import Renamed, Rule
 
@@ -32,8 +33,8 @@ class Contents:
     arrays          the records of the arrays
     raw_values      the plain values, as JSON
     raw_structure   the structure, as the text of its JSON
-    computed        those of the arrays that rules make of stored ones
-    stored_names    the names in the structure, if they are others
+    computed        the arrays that rules compute from stored arrays
+    stored_names    the names in the structure, if they differ
     """
 
     arrays: Mapping[str, LeafEntry]
@@ -46,15 +47,31 @@ class Contents:
     def names(self) -> list[str]:
         return [*self.arrays, *self.raw_values]
 
+    def select(self, keys: Collection[str] | None, *, is_list: bool = False) -> dict[str, None]:
+        """Return the names of the leaves that `keys` select, in the order of the tree; all names for None.
+
+        In the merged leaves of a list of checkpoints, a subtree may be nested in one checkpoint and flat in another.
+        """
+        names = dict.fromkeys(self.names)
+        if keys is None:
+            return names
+        chosen, problems = resolve(keys, names)
+        if problems:
+            raise MismatchError(problems, context="keys")
+        if not is_list:
+            return chosen
+        subtrees = tuple(f"{key}." for key in keys)
+        return {name: None for name in names if name in chosen or readable(name).startswith(subtrees)}
+
     def stored(self, name: str) -> Iterable[LeafEntry]:
-        """Return the records of the stored arrays that an array is, or that rules make it of."""
+        """Return the records of the stored arrays that an array is computed from; its own record if it is stored."""
         if name in self.computed:
             return [leaf.entry for leaf in stored_leaves(self.computed[name])]
         return [self.arrays[name]] if name in self.arrays else []
 
     @property
     def functions(self) -> list[str]:
-        """List the leaves that are left to the code."""
+        """List the functions, which a checkpoint leaves to the code."""
         return [name for name, raw in self.raw_values.items() if isinstance(raw, dict) and "code" in raw]
 
     @property
@@ -65,19 +82,26 @@ class Contents:
         """Tell whether the structure has nodes of one of these kinds."""
         return any(b'"%s":' % kind.encode() in self.raw_structure for kind in kinds)
 
-
-def contents_of(tree: TreeEntry) -> Contents:
-    """Return all leaves of a tree."""
-    return Contents(tree.leaves, tree.raw_values, bytes(tree.structure))
+    def require_rebuildable(self, values: Mapping[str, Any]) -> None:
+        """Refuse a tree that cannot be rebuilt, for lack of a structure, a class or a function, before data is read."""
+        if self.has_structure(UNREADABLE) and UNREADABLE in (structure := self.structure):
+            raise StructureError(structure[UNREADABLE])
+        if functions := [name for name, value in values.items() if isinstance(value, LeftToCode)]:
+            raise StructureError(
+                f"leaves are functions, which a checkpoint leaves to the code: {few(functions)}; pass like= with a "
+                "tree that has them, or keys= for the other leaves"
+            )
+        if self.has_structure("namedtuple", "dataclass", "node"):
+            unflatten(self.structure, dict.fromkeys(self.stored_names.values() or self.names))
 
 
 NOTHING = Contents({}, {}, b"null")
 
 
-def merged(some: Sequence[Contents]) -> Contents:
-    """Return the leaves of all, in nested dicts by their names. Of leaves with one name it has the last.
+def merge_contents(some: Sequence[Contents]) -> Contents:
+    """Return the leaves of all contents, in nested dicts by name. If several have a leaf of one name, the last wins.
 
-    Names that read the same in several of them must be spelled alike, see `named_like`.
+    Names that read the same must be spelled alike, see `named_like`.
     """
     arrays: dict[str, LeafEntry] = {}
     values: dict[str, Any] = {}
@@ -97,27 +121,26 @@ def merged(some: Sequence[Contents]) -> Contents:
 
 
 def below(contents: Contents, root: str) -> Contents | None:
-    """Return the leaves below `root`, a name without its last parts, under the rest of their names; None if there are
-    none."""
+    """Return the leaves below `root`, under the rest of their names; None if no leaf lies below it."""
     found = _below(contents.names, root)
     if not found:
         return None
     part = _part(contents.structure, root, found)
-    if part is None:  # names that only read as if they lay below something, as in a flat dict
+    if part is None:  # a flat dict, in which only the names read as if they lay below a node
         return _in_dicts(contents, found)
     stored = {new: old for old, new in found.items()}
     return replace(_under(contents, found), raw_structure=msgspec.json.encode(part), stored_names=stored)
 
 
 def refuse_root(contents: Contents, root: str) -> NoReturn:
-    """Raise a MismatchError for a root below which there is nothing."""
+    """Raise a MismatchError for a root without leaves below it."""
     known = dict.fromkeys(name.rpartition(".")[0] for name in map(readable, contents.names))
     hint = next(with_nearest([root], filter(None, known)))[1]
     raise MismatchError([f"no leaf is named {root!r} or lies below it{hint}"], context="root")
 
 
 def _part(structure: Any, root: str, names: Mapping[str, str]) -> Any:
-    """Return the part of the structure at the root; None if there is none."""
+    """Return the subtree of the structure at the root; None if the structure has no such node."""
     one = next(iter(names))
     parts = split_name(one)
     starts = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
@@ -129,9 +152,9 @@ def _part(structure: Any, root: str, names: Mapping[str, str]) -> Any:
 
 
 def _below(names: Iterable[str], root: str) -> dict[str, str]:
-    """Return what the leaves at or below the root are called there, by name.
+    """Return the names below the root of the leaves at or below it, by their whole names.
 
-    If the root is the exact name of a subtree, it is that subtree, and not others that read the same.
+    An exact name of a subtree wins over subtrees whose names only read the same.
     """
     spelled = {name: name for name in names}
     for spellings in (spelled, {name: readable(name) for name in spelled}):
@@ -165,7 +188,7 @@ def _in_dicts(contents: Contents, names: Mapping[str, str]) -> Contents:
 
 
 def renamed(contents: Contents, rules: Sequence[Rule], reader: LeafReader) -> tuple[Contents, Renamed]:
-    """Apply rules to the leaves; return them in nested dicts by their new names, and what the rules did."""
+    """Apply rules to the leaves; return the leaves in nested dicts by their new names, and the record of the rules."""
     stored = {
         name: StoredLeaf(reader, name, entry, keeps_small=True) for name, entry in contents.arrays.items()
     }
@@ -189,10 +212,10 @@ def renamed(contents: Contents, rules: Sequence[Rule], reader: LeafReader) -> tu
 
 
 def named_like(contents: Contents, like: Mapping[str, Any]) -> Contents:
-    """Take over the spelling of `like` for leaves that it has under the same name in another spelling.
+    """Spell names as `like` does, if it has the same name in another spelling.
 
-    A flat dict has a dot in a key where a nested one has a level; and in boxes of flax, such as variables of NNX that
-    other programs saved and `nn.Partitioned`, the value is one level below.
+    A flat dict has a dot in a key where a nested dict has a level. In boxes of flax, such as `nn.Partitioned` and
+    variables of NNX that other programs saved, the value is one level below.
     """
     missing = like.keys() - contents.arrays.keys() - contents.raw_values.keys()
     if not missing:

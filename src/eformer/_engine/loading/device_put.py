@@ -1,7 +1,8 @@
-"""Put many arrays on devices at once, without the overhead of `jax.device_put` for each of them.
+"""Put many arrays on devices, without the overhead of `jax.device_put` for each array.
 
-For an array of a few kilobytes the overhead is ten times the transfer. The function underneath is JAX's own, but not
-public: its results are compared once with those of `jax.device_put`, which is used instead if they differ.
+For an array of a few kilobytes the overhead is ten times the transfer. This module calls `batched_device_put`, the
+function below `jax.device_put`, which is not public. A trial for each sharding compares its results with the results of
+`jax.device_put`, which is used instead if they differ.
 """
 
 from __future__ import annotations
@@ -24,23 +25,24 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-_config: Any = jax.config  # its attributes have no types
-wait_for: Any = jax.block_until_ready  # nor has this
+_config: Any = jax.config  # without types
+wait_for: Any = jax.block_until_ready  # without types
 
-# JAX has these only with jax_enable_x64.
+# Without jax_enable_x64, JAX converts these dtypes to 32 bits.
 _WIDE = {np.dtype(name) for name in ("float64", "int64", "uint64", "complex128")}
 
+# Arrays of other kinds of shardings are put by public functions.
 _KNOWN_SHARDINGS = (NamedSharding, SingleDeviceSharding)
 
 logger = logging.getLogger("eformer")
 
 
 class Transfer(NamedTuple):
-    """Arrays on their way from page-locked memory to their devices, and the programs that then read them.
+    """Arrays on their way from page-locked memory to their devices, and the programs that read them afterwards.
 
-    XLA may run a program on such an array before all of its bytes have arrived, if several threads use the device:
-    the result is wrong, and nothing says so. So `then` may be called only after `jax.block_until_ready(arrays)` has
-    returned in the same thread.
+    If several threads use the device, XLA may run a program on such an array before all of its bytes have arrived. The
+    result is wrong, without an error. Therefore call `then` only after `jax.block_until_ready(arrays)` has returned in
+    the same thread.
     """
 
     arrays: Sequence[Any]
@@ -53,7 +55,7 @@ def put_on_default(arrays: Sequence[Array]) -> list[Any]:
     if not arrays or not _is_usable(device):
         return jax.device_put(list(arrays))  # type: ignore[no-any-return]
     sharding = SingleDeviceSharding(device)
-    put = _Put(committed=False)
+    put = _Put(committed=False)  # as `jax.device_put` without a device: a program may move the arrays
     return [put(array, sharding, device) for array in arrays]
 
 
@@ -72,7 +74,7 @@ def put_on(arrays: Sequence[Array], places: Sequence[Any]) -> list[Any]:
 
 
 class Shards(msgspec.Struct, gc=False):
-    """An array on its way to several devices: the parts that this process has, in the order of their devices."""
+    """An array on its way to several devices: the parts of this process, in the order of their devices."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -84,10 +86,12 @@ class Shards(msgspec.Struct, gc=False):
 def put_sharded(arrays: Sequence[Shards], put: PutShards | None = None) -> list[Any]:
     """Make an array of each, like `jax.make_array_from_single_device_arrays` of its parts on their devices.
 
-    Several calls for arrays of one tree can share a `put`, which knows what it has seen.
+    Calls for arrays of one tree can share a `put`, which keeps the abstract values that it has made.
     """
     put = put or PutShards()
-    shardings = {id(array.sharding): array.sharding for array in arrays}  # to compare them takes longer
+    shardings = {
+        id(array.sharding): array.sharding for array in arrays
+    }  # ids are compared faster than shardings
     takes_parts = {number: _takes_parts(sharding) for number, sharding in shardings.items()}
     is_taken = [takes_parts[id(array.sharding)] and put.takes(array.dtype) for array in arrays]
     others = [array for array, taken in zip(arrays, is_taken, strict=True) if not taken]
@@ -96,7 +100,7 @@ def put_sharded(arrays: Sequence[Shards], put: PutShards | None = None) -> list[
 
 
 def _joined_one_by_one(arrays: Sequence[Shards]) -> Iterator[Any]:
-    """Put all parts of all arrays on their devices at once, then join them."""
+    """Put all parts of all arrays on their devices by one call, then join them. Uses public functions of JAX only."""
     places = [_memory_of(device, array.sharding) for array in arrays for device in array.devices]
     put = iter(put_on([part for array in arrays for part in array.parts], places))
     for array in arrays:
@@ -106,7 +110,7 @@ def _joined_one_by_one(arrays: Sequence[Shards]) -> Iterator[Any]:
 
 
 def _memory_of(device: Any, sharding: Any) -> Any:
-    """Return the device, or the memory of it that the sharding asks for."""
+    """Return the device, or its memory of the kind that the sharding asks for."""
     kind = sharding.memory_kind
     if kind is None or kind == device.default_memory().kind:
         return device
@@ -114,19 +118,23 @@ def _memory_of(device: Any, sharding: Any) -> Any:
 
 
 class PutShards:
-    """Put all parts of an array on their devices by one call of the function underneath."""
+    """Put all parts of an array on their devices by one call of `batched_device_put`.
+
+    The call needs the abstract value (aval) of the array, which JAX has no public function to make. So the first array
+    of each kind is made by public functions, and its aval serves for all arrays of the kind.
+    """
 
     def __init__(self) -> None:
         self.converted = PACKED if _config.jax_enable_x64 else PACKED | _WIDE
-        # Most arrays of a tree are alike. Shardings are told by identity, so they are kept alive here.
+        # Most arrays of a tree are alike. The keys hold the id of a sharding, so each value keeps its sharding alive:
+        # otherwise a new sharding could get the same id.
         self.avals: dict[Any, tuple[Any, Sharding]] = {}
-        self.kinds: dict[
-            Any, Any
-        ] = {}  # an aval for each number of axes; others differ from it in their shape alone
+        # By number of axes, dtype and sharding: avals of one kind differ in their shape alone.
+        self.kinds: dict[Any, Any] = {}
         self.put: Any = None
 
     def takes(self, dtype: np.dtype[Any]) -> bool:
-        """Tell whether the bytes of an array are those that JAX holds."""
+        """Tell whether JAX holds the bytes of an array unchanged. `batched_device_put` does not convert them."""
         return dtype not in self.converted and dtype.isnative
 
     def __call__(self, array: Shards) -> Any:
@@ -134,7 +142,7 @@ class PutShards:
         known = self.avals.get(key)
         if known is None:
             kind = (len(array.shape), array.dtype, id(array.sharding))
-            if kind not in self.kinds:  # the first of its kind says what the others are
+            if kind not in self.kinds:
                 (made,) = _joined_one_by_one([array])
                 self.put = _batched_device_put()
                 self.avals[key] = made.aval, array.sharding
@@ -146,28 +154,29 @@ class PutShards:
 
 @lru_cache(1024)
 def _takes_parts(sharding: Sharding) -> bool:
-    """Tell whether the function underneath makes the same arrays of parts as the public functions."""
+    """Tell, by a trial, whether `batched_device_put` makes the same arrays as the public functions."""
     devices = list(sharding.addressable_devices)
     if not isinstance(sharding, _KNOWN_SHARDINGS) or not all(map(_is_usable, devices)):
         return False
     if any(_memory_of(device, sharding) is not device for device in devices):
-        return False
+        return False  # the call takes devices, not kinds of memory
     try:
         shape = _numbers_of_cuts(sharding)
         put = PutShards()
-        for columns in (1, 2):  # the second time of another shape than `put` has seen
+        # The second trial has another shape, so its aval is derived from the first: this path needs the trial, too.
+        for columns in (1, 2):
             trial = _trial(sharding, (*shape, columns))
             (theirs,) = _joined_one_by_one([trial])
-            put(trial)  # the first of its kind, by the public functions
+            put(trial)  # the first call for a kind uses the public functions
             _require_same(put(trial), theirs)
     except Exception as error:  # noqa: BLE001  a later JAX may raise anything
-        logger.debug("arrays are put on %s part by part, which takes longer: %s", sharding, error)
+        logger.debug("arrays on %s are put part by part, which takes longer: %s", sharding, error)
         return False
     return True
 
 
 def _numbers_of_cuts(sharding: Sharding) -> tuple[int, ...]:
-    """Return into how many parts the sharding cuts each axis that it speaks of."""
+    """Return the number of parts that the sharding cuts each axis of its spec into."""
     if not isinstance(sharding, NamedSharding):
         return ()
     sizes = sharding.mesh.shape
@@ -184,7 +193,7 @@ def _trial(sharding: Sharding, shape: tuple[int, ...]) -> Shards:
 
 
 def _require_same(ours: Any, theirs: Any) -> None:
-    """Raise TypeError if two arrays differ in anything that can be seen."""
+    """Raise TypeError if two arrays differ in any public attribute, or in their bytes on a device."""
     is_same = (
         type(ours) is type(theirs)
         and ours.aval == theirs.aval
@@ -204,7 +213,7 @@ def _contents(array: Any) -> list[Any]:
 
 
 class _Put:
-    """Put one array on one device by the function underneath, or by `jax.device_put` where that converts the data."""
+    """Put one array on one device by `batched_device_put`, or by `jax.device_put` if JAX converts its dtype."""
 
     def __init__(self, *, committed: bool) -> None:
         self.committed = committed
@@ -225,24 +234,25 @@ class _Put:
 
 @lru_cache(1)
 def _batched_device_put() -> Any:
-    lib = importlib.import_module("jax._src.lib")  # not public, hence all this care
+    lib = importlib.import_module("jax._src.lib")  # not public: a later JAX may move or change it
     return lib.xla_client.batched_device_put
 
 
 @lru_cache(64)
 def _is_usable(device: Any) -> bool:
-    """Tell whether the function underneath returns the same arrays as `jax.device_put`."""
+    """Tell, by a trial, whether `batched_device_put` returns the same arrays as `jax.device_put`."""
     sharding = SingleDeviceSharding(device)
     try:
+        # Elements of several sizes, and a dtype that numpy does not have itself.
         for dtype in (np.float32, np.uint8, jax.numpy.bfloat16):
             array = np.arange(6).reshape(2, 3).astype(dtype)
             for committed in (True, False):
                 ours = _Put(committed=committed)(array, sharding, device)
-                with jax.default_device(device):
+                with jax.default_device(device):  # an uncommitted array goes to this device
                     theirs = jax.device_put(array, device if committed else None)
                 _require_same(ours, theirs)
     except Exception as error:  # noqa: BLE001  a later JAX may raise anything
-        logger.debug("arrays are put on %s by jax.device_put, which takes longer: %s", device, error)
+        logger.debug("arrays on %s are put by jax.device_put, which takes longer: %s", device, error)
         return False
     return True
 
@@ -251,10 +261,10 @@ def _is_usable(device: Any) -> bool:
 
 
 def as_weak(array: Any) -> Any:
-    """Return the array as a weakly typed one, without a copy.
+    """Return the array with a weak type, without a copy.
 
-    JAX has no public function for this, so the result of the constructor is examined once; if it is not as expected,
-    arrays stay strongly typed.
+    JAX has no public function for this. A trial examines the result of the constructor; if the trial fails, arrays stay
+    strongly typed, with a warning.
     """
     return _weakened(array) if _can_be_weak() else array
 
@@ -267,14 +277,16 @@ def _weakened(array: Any) -> Any:
 @lru_cache(1)
 def _can_be_weak() -> bool:
     try:
-        number = jax.numpy.asarray(1.5)
+        number = jax.numpy.asarray(1.5)  # JAX gives a Python number a weak type
         weak = _weakened(jax.device_put(np.asarray(1.5, number.dtype)))
+        # The promotion proves the weak type: a strong float32 and a bfloat16 would make a float32.
         is_same = weak.aval == number.aval and weak.committed == number.committed and float(weak) == 1.5
         if not is_same or (weak + jax.numpy.ones((), jax.numpy.bfloat16)).dtype != jax.numpy.bfloat16:
             raise TypeError(f"{weak!r} is not {number!r}")
     except Exception as error:  # noqa: BLE001  a later JAX may raise anything
         logger.warning(
-            "weakly typed arrays are returned strongly typed, this JAX cannot make them: %s", error
+            "arrays with a weak type are returned with a strong type: this version of JAX cannot make them: %s",
+            error,
         )
         return False
     return True

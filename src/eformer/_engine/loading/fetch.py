@@ -46,8 +46,10 @@ def fetch(
     verify: bool = True,
     path_to: Callable[[str], str] = str,
 ) -> list[Sequence[Array]]:
-    """Return, for each want, the arrays of its regions or the one of the whole leaf. Raise at the first damage;
-    `path_to` gives the path of its file."""
+    """Return, for each want, the arrays of its boxes, or one array for the whole leaf.
+
+    Raise at the first damage; `path_to` turns the name of a file into its path for the message.
+    """
     fetching = prepare(wants, tree, files, verify=verify, path_to=path_to)
     run_all([partial(fetching.carry_out, some) for some in together(reads, threads)], threads)
     return fetching.arrays
@@ -63,17 +65,17 @@ def prepare(
     meter: Meter = SILENT,
     path_to: Callable[[str], str] = str,
 ) -> Fetching:
-    """Allocate memory for the wants, so that their reads can be carried out; `Fetching.arrays` then has the arrays.
+    """Allocate memory for the wants, so that their reads can be carried out. `Fetching.arrays` then has the arrays.
 
-    Arrays are aligned so that XLA can alias them, unless that would need a copy: large leaves have memory of their own
-    or share it with neighbours, taken from `memory` while it lasts; small ones share the memory of their read.
+    Arrays are aligned so that XLA can alias them, unless that would need a copy. Large leaves have memory of their own
+    or share it with neighbours, taken from `memory` while it lasts; small leaves share the memory of their read.
     """
     fetching = Fetching(wants, tree, files, verify, partial(raise_damage, path_to), meter)
     fetching.prepare(Arena(memory, has_neighbours=len(wants) > 1))
     return fetching
 
 
-def check(
+def check_pieces(
     wants: Sequence[Want],
     tree: TreeEntry,
     files: Files,
@@ -82,13 +84,13 @@ def check(
     meter: Meter = SILENT,
     read_bytes: int = READ_BYTES,
 ) -> None:
-    """Read and check every piece of the wants, keep none, and report damage to `on_damage`."""
+    """Read and check every piece of the wants without keeping it, and report damage to `on_damage`."""
     fetching = Fetching(wants, tree, files, True, on_damage, meter)
     run_all([partial(fetching.check, read) for read in plan_reads(wants, tree, read_bytes)], threads)
 
 
 def raise_damage(path_to: Callable[[str], str], damage: Damage) -> None:
-    """Raise a CorruptionError for the damage; with the first argument bound, to be passed as `on_damage`."""
+    """Raise a CorruptionError for the damage. `partial(raise_damage, path_to)` is an `on_damage`."""
     raise CorruptionError(
         f"{damage}; restore {path_to(damage.file)} from a copy, or load an older checkpoint"
     )
@@ -97,7 +99,7 @@ def raise_damage(path_to: Callable[[str], str], damage: Damage) -> None:
 class _Target(Struct):
     """Memory for a box of a leaf."""
 
-    region: Box
+    box: Box
     array: Array
     memory: Array
 
@@ -123,11 +125,11 @@ class Fetching:
         self.arrays: list[Sequence[Array]] = [()] * len(wants)
 
     def prepare(self, arena: Arena) -> None:
-        """Allocate memory for leaves that are joined, cast or large. Others keep the memory of their read."""
+        """Allocate memory for leaves that are joined, cast or large. Small leaves keep the memory of their read."""
         block = self.tree.block
         for index, want in enumerate(self.wants):
             entry = want.entry
-            if want.regions is None and want.dtype == entry.dtype and len(entry.extents) == 1:
+            if want.boxes is None and want.dtype == entry.dtype and len(entry.extents) == 1:
                 (extent,) = entry.extents
                 is_plain = extent.region is None and extent.coding is None and want.dtype != "float4_e2m1fn"
                 if is_plain and 0 < extent.nbytes <= block:
@@ -143,7 +145,7 @@ class Fetching:
     # ------------------------------------------------------------------------------------------ reads
 
     def carry_out(self, reads: Sequence[Read]) -> None:
-        """Read the pieces, check them and bring them to their arrays. All reads share one allocation."""
+        """Read the pieces, check them and copy them into their arrays. All reads share one allocation."""
         memory, at = None, 0
         for read in reads:
             destination = self.destination(read)
@@ -155,19 +157,21 @@ class Fetching:
                 continue
             if memory is None:
                 memory = aligned(sum(map(_room, reads)))
-            start = at + read.offset % ALIGNMENT  # what is aligned in the file is aligned in memory, too
+            start = (
+                at + read.offset % ALIGNMENT
+            )  # an array that is aligned in the file is aligned in memory, too
             self.take(read, memory, start)
             at += _room(read)
 
     def take(self, read: Read, memory: Array, first: int) -> None:
-        """Read the pieces into memory, from byte `first` on, check them and bring them to their arrays."""
+        """Read the pieces into memory, from byte `first` on, check them and copy them into their arrays."""
         wants, targets, arrays = self.wants, self.targets, self.arrays
         for piece, start in self.sound_pieces(read, memory.data[first : first + read.nbytes]):
             start += first
             if piece.want in targets:
                 self.deliver(piece, memory[start : start + piece.nbytes])
                 continue
-            # The memory that a whole leaf was read into becomes its array, unless the writer of the file misaligned it.
+            # The memory of the read becomes the array without a copy, unless the leaf is misaligned in its file.
             want = wants[piece.want]
             dtype = DTYPES.get(want.dtype) or dtype_from_name(want.dtype)
             array: Array = np.ndarray(want.entry.shape, dtype, memory, start)
@@ -177,17 +181,17 @@ class Fetching:
         """Read the pieces and check them, without keeping them."""
         memory = np.empty(read.nbytes, np.uint8)
         for piece, start in self.sound_pieces(read, memory.data):
-            if piece.coding and not piece.digest:  # decoding it is the only check there is
+            if piece.coding and not piece.digest:  # without a digest, decoding is the only check
                 self.unpacked(piece, memory[start : start + piece.nbytes])
 
     def sound_pieces(self, read: Read, view: memoryview) -> Iterator[tuple[StoredPiece, int]]:
-        """Read into memory, and yield the undamaged pieces with their offsets in memory. Report the others."""
+        """Read into memory, and yield the undamaged pieces with their offsets in memory. Report damaged pieces."""
         first, verify = read.offset, self.verify
         try:
             found = self.files.read_into(read.file, view, first)
-        except AlteredError:  # of a signed file, which no restored leaf makes right
+        except AlteredError:  # a signed file has changed: the whole file is refused, not a piece of it
             raise
-        except (FileNotFoundError, CorruptionError) as error:  # databases raise the latter
+        except (FileNotFoundError, CorruptionError) as error:  # databases raise CorruptionError
             problem = "are gone" if isinstance(error, FileNotFoundError) else "cannot be read"
             for piece in read.pieces:
                 self.report(piece, f"{problem}: {error}")
@@ -209,7 +213,7 @@ class Fetching:
                 yield piece, start
 
     def digest_again(self, piece: StoredPiece, data: memoryview) -> str:
-        """Return the digest of a piece that is not as expected; read it once more if a cache has kept it."""
+        """Return the digest of a piece that differs from its record; read it again from the bucket if it is cached."""
         if isinstance(self.files, KeepsCopies) and self.files.forget(piece.file, piece.offset, piece.nbytes):
             self.files.read_into(piece.file, data, piece.offset)
         return xxh3_128(data)
@@ -221,32 +225,32 @@ class Fetching:
     # -------------------------------------------------------------------------------------- destinations
 
     def destination(self, read: Read) -> Array | None:
-        """Return the memory to read into directly, if the pieces lie in one array side by side as in the file."""
+        """Return the memory to read into directly, if the pieces lie in one array side by side, as in the file."""
         first = read.pieces[0]
         if first.at < 0:
             return None
         return self.targets[first.want][first.target].memory[first.at : first.at + read.nbytes]
 
     def deliver(self, piece: StoredPiece, data: Array) -> None:
-        """Copy the piece into every array that wants a part of it, cast to the wanted dtype."""
-        box = piece.region or Box.whole(self.wants[piece.want].entry.shape)
+        """Copy the piece, cast to the wanted dtype, into every array whose box overlaps it."""
+        box = piece.box or Box.whole(self.wants[piece.want].entry.shape)
         stored = self.unpacked(piece, data)
         if stored is None:
             return
-        if self.wants[piece.want].regions is None:
+        if self.wants[piece.want].boxes is None:
             (target,) = self.targets[piece.want]
             target.array[box.slices] = stored  # () for a single number
             return
         for target in self.targets[piece.want]:
             if not box.start:
                 target.array[()] = stored
-            elif overlap := box.overlap(target.region):
-                target.array[overlap.inside(target.region).slices] = stored[overlap.inside(box).slices]
+            elif overlap := box.overlap(target.box):
+                target.array[overlap.inside(target.box).slices] = stored[overlap.inside(box).slices]
 
     def unpacked(self, piece: StoredPiece, data: Array) -> Array | None:
         """Decode a piece into an array; report it and return None if that fails."""
         entry, coding = self.wants[piece.want].entry, piece.coding
-        shape = piece.region.shape if piece.region else entry.shape
+        shape = piece.box.shape if piece.box else entry.shape
         dtype = dtype_from_name(entry.dtype)
         if coding is None:
             if 2 * len(data) == math.prod(shape) and entry.dtype == "float4_e2m1fn":
@@ -261,16 +265,16 @@ class Fetching:
         return chunk[tuple(slice(size) for size in shape)]
 
 
-# Reads of small files that are carried out together: as many files, and bytes, and tasks for a thread.
+# Small reads are carried out together by one task.
 _MOST_TOGETHER = 128
 _TOGETHER_BYTES = 2**20
-_TASKS = 8
+_TASKS = 8  # for each thread, at least, so that all threads end at about the same time
 
 
 def together(reads: Sequence[Read], threads: int) -> Iterator[Sequence[Read]]:
-    """Yield small neighbouring reads together, as long as there is enough to do for every thread.
+    """Yield small neighbouring reads together, as long as every thread has enough tasks.
 
-    With a file for each leaf, a task and an allocation for each would take longer than the read.
+    With a file for each leaf, a task and an allocation for each read would take longer than the read.
     """
     most = max(1, min(_MOST_TOGETHER, len(reads) // (_TASKS * threads)))
     some: list[Read] = []
@@ -286,7 +290,7 @@ def together(reads: Sequence[Read], threads: int) -> Iterator[Sequence[Read]]:
 
 
 def _room(read: Read) -> int:
-    """Return how much memory a read needs, so that the next one is aligned as well."""
+    """Return the memory that a read takes, so that the next read is aligned as well."""
     return -(-(read.offset % ALIGNMENT + read.nbytes) // ALIGNMENT) * ALIGNMENT
 
 
@@ -297,27 +301,30 @@ _HUGE_PAGE = 2 * 2**20
 class Arena:
     """Allocate memory for arrays, at addresses that XLA can alias.
 
-    Neighbours share an allocation: the first access to fresh memory takes longer than the read itself, unless the
-    memory consists of whole huge pages. An allocation wastes half a huge page on average, and is freed only with the
-    last of its arrays: so it is neither small nor large.
+    Neighbours share an allocation, because the first access to fresh memory takes longer than the read itself, unless
+    the memory consists of whole huge pages. An allocation wastes half a huge page on average, so it is not small; it is
+    freed only with the last of its arrays, so it is not large.
     """
 
     def __init__(self, memory: Array | None = None, *, has_neighbours: bool = True) -> None:
         self.memory = np.empty(0, np.uint8) if memory is None else memory
         self.least = _ARENA_BYTES if has_neighbours else 0
 
-    def target(self, region: Box, dtype: np.dtype[Any]) -> _Target:
+    def target(self, box: Box, dtype: np.dtype[Any]) -> _Target:
         """Return an uninitialised array for a box of a leaf."""
-        nbytes = dtype.itemsize * region.size
+        nbytes = dtype.itemsize * box.size
         if nbytes > len(self.memory):
             self.memory = aligned(max(nbytes, self.least))
-        memory = self.memory  # with that of its neighbours, which may be read together with it
+        memory = self.memory  # longer than the array: one read may go on into the arrays of its neighbours
         self.memory = memory[packed_nbytes(nbytes) :]
-        return _Target(region, np.ndarray(region.shape, dtype, memory), memory)
+        return _Target(box, np.ndarray(box.shape, dtype, memory), memory)
 
 
 def aligned(nbytes: int) -> Array:
-    """Return memory that starts on a huge page or an aligned address. numpy asks the kernel for huge pages."""
+    """Return memory that starts on a huge page, or for few bytes on an aligned address.
+
+    numpy asks the kernel for huge pages, an anonymous `mmap` does not.
+    """
     unit = _HUGE_PAGE if nbytes >= _HUGE_PAGE else ALIGNMENT
     memory = np.empty(nbytes + unit, np.uint8)
     start = -memory.__array_interface__["data"][0] % unit

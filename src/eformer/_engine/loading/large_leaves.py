@@ -1,7 +1,7 @@
 """Bring large leaves to accelerators in parts: each part is put on the device, and written into the array there.
 
-A leaf needs no host memory of its size then, and is read and copied at the same time. The array is made and written by
-compiled programs, which are compiled in the background, once for each shape.
+So a leaf needs no host memory of its size, and is read and copied at the same time. Programs make the array and write
+the parts into it. They are compiled in the background, once for each shape.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from eformer._engine.loading.device_put import Transfer, put_on, put_on_default
-from eformer._engine.loading.placement import Boxes
+from eformer._engine.loading.placement import DeviceBoxes
 from eformer._engine.loading.read_plan import Want, plan_reads
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.dtypes import dtype_from_name
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
     from eformer._engine.loading.select import LeafTarget
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
 
-_lax: Any = jax.lax  # not all of it has types
+_lax: Any = jax.lax  # partly without types
 
-
-# What parts may read more than the leaf as a whole: pieces, and what is encoded, are read once for each part of them.
+# Parts that end inside of a piece or of an encoded chunk read it once each. More reading than this, as a share of the
+# bytes of the leaf, takes longer than the parts save.
 _MOST_READ_AGAIN = 0.5
-_MOST_LENGTH = 2**31 - 1  # of an axis: positions in an array are 32 bits on a device
+_MOST_LENGTH = 2**31 - 1  # of an axis, because the programs take positions as 32-bit integers
 
-Boxed = tuple[int, Box]  # a box of a part, and the number of the box of the leaf that it is in
+Boxed = tuple[int, Box]  # a box of a part, after the number of the wanted box that contains it
 
 
 class LargeLeaf:
-    """A leaf that arrives in parts, in any order and from any thread. The last one puts it among the `loaded`."""
+    """A leaf that arrives in parts, in any order and from any thread. The last part puts its array into `loaded`."""
 
     def __init__(
         self,
         target: LeafTarget,
-        boxes: Boxes,
+        boxes: DeviceBoxes,
         cuts: Sequence[Sequence[Boxed]],
         loaded: dict[str, Any],
         *,
@@ -57,13 +57,13 @@ class LargeLeaf:
         self.cuts, self.left = cuts, len(cuts)
         self.lock = threading.Lock()
         dtype, is_committed = dtype_from_name(target.dtype), target.sharding is not None
-        regions = target.wanted
-        parts: list[list[Box]] = [[] for _ in regions]
+        wanted = target.wanted
+        parts: list[list[Box]] = [[] for _ in wanted]
         for cut in cuts:
-            for number, region in cut:
-                parts[number].append(region)
+            for number, box in cut:
+                parts[number].append(box)
         self.shards = [
-            _Shard(regions[number], device, dtype, parts[number], is_committed, x64)
+            _Shard(wanted[number], device, dtype, parts[number], is_committed, x64)
             for number, device in zip(boxes.numbers, boxes.devices, strict=True)
         ]
 
@@ -71,11 +71,12 @@ class LargeLeaf:
     def of(
         target: LeafTarget, default: Any, most: int, tree: TreeEntry, loaded: dict[str, Any], *, x64: bool
     ) -> LargeLeaf | None:
-        """Return the leaf in parts of at most so many bytes, if it can be had so, and begin to compile its programs.
+        """Cut the leaf into parts of at most `most` bytes, and begin to compile its programs. Return None if the leaf
+        cannot arrive in parts.
 
         `default` is the device of leaves without a sharding.
         """
-        boxes, dtype = target.boxes or Boxes(None, [default], [0]), dtype_from_name(target.dtype)
+        boxes, dtype = target.device_boxes or DeviceBoxes(None, [default], [0]), dtype_from_name(target.dtype)
         if boxes.cuts or target.entry.key or target.is_weak or dtype in PACKED or not dtype.isnative:
             return None
         if max(target.entry.shape) > _MOST_LENGTH:
@@ -88,7 +89,7 @@ class LargeLeaf:
             yield Part(self, cut)
 
     def arrived(self) -> None:
-        """Count a part; make the array when all of them have arrived."""
+        """Count a part that was written; make the array after the last one."""
         with self.lock:
             self.left -= 1
             is_last = self.left == 0
@@ -103,32 +104,33 @@ class LargeLeaf:
 
 
 class Part:
-    """Boxes of a large leaf that are read together. The space that they take was claimed before, by the leaf."""
+    """Boxes of a large leaf that are read together. The leaf has claimed its bytes of the files before."""
 
     def __init__(self, leaf: LargeLeaf, cut: Sequence[Boxed]) -> None:
         self.leaf, self.cut = leaf, cut
-        regions = [region for _, region in cut]
-        self.targets = [msgspec.structs.replace(leaf.target, regions=regions, arrays=())]
+        boxes = [box for _, box in cut]
+        self.targets = [msgspec.structs.replace(leaf.target, boxes=boxes, arrays=())]
 
     def move(self, memory: np.ndarray[Any, Any]) -> Transfer:
-        """Put each box on every device that holds it; when the boxes have arrived, write them into the arrays there."""
+        """Put each box on all devices that need it; write the boxes into the arrays there after they have arrived."""
         sent = [
-            box
-            for (number, region), array in zip(self.cut, self.targets[0].arrays, strict=True)
-            for box in self.put_box(number, region, array)
+            on_device
+            for (number, box), array in zip(self.cut, self.targets[0].arrays, strict=True)
+            for on_device in self.put_box(number, box, array)
         ]
         return Transfer([array for _, *arrays in sent for array in arrays], partial(self.write, sent))
 
     def put_box(
-        self, number: int, region: Box, array: np.ndarray[Any, Any]
+        self, number: int, box: Box, array: np.ndarray[Any, Any]
     ) -> Iterator[tuple[_Shard, Any, Any]]:
-        """Put a box, and where it begins in the array, which the program reads as well."""
+        """Put a box, and the position where it begins in the array, on each device. The program reads both."""
         leaf = self.leaf
-        part = array.view(bits_of(array.dtype))
-        part.flags.writeable = False
+        part = array.view(bits_of(array.dtype))  # integers, see `_lowered`
+        part.flags.writeable = False  # JAX may read the memory until the transfer ends
         shards = [s for s, n in zip(leaf.shards, leaf.boxes.numbers, strict=True) if n == number]
         count = len(shards)
-        start = np.array(region.inside(shards[0].region).start, np.int32)
+        start = np.array(box.inside(shards[0].box).start, np.int32)
+        # The boxes and the positions in one call, because each call has a fixed cost.
         both = [part] * count + [start] * count
         if leaf.target.sharding is None:
             arrays = put_on_default(both)
@@ -147,15 +149,15 @@ class _Shard:
 
     def __init__(
         self,
-        region: Box,
+        box: Box,
         device: Any,
         dtype: Any,
         cuts: Sequence[Box],
         is_committed: bool,
         x64: bool,
     ) -> None:
-        self.region, self.device = region, device
-        begun = partial(_program, region.shape, bits_of(dtype), device, is_committed, x64)
+        self.box, self.device = box, device
+        begun = partial(_program, box.shape, bits_of(dtype), device, is_committed, x64)
         self.begin = begun("empty")
         self.updates = {cut.shape: begun("update", cut.shape) for cut in cuts}
         self.end = begun("view", dtype=dtype) if bits_of(dtype) != dtype else None
@@ -163,10 +165,12 @@ class _Shard:
         self.array: Any = None
 
     def write(self, part: Any, start: Any) -> None:
-        """Write a part that has arrived on the device, as has its position, into the array, in place."""
+        """Write a part into the array, in place. The part and its position must have arrived on the device."""
         update = self.updates[part.shape].result()
+        # Each update donates the array, and the next one needs its result. Without the lock, two threads would donate
+        # the same array.
         with self.lock:
-            if self.array is None:
+            if self.array is None:  # not made in __init__, which would wait until the program is compiled
                 self.array = self.begin.result()()
             self.array = update(self.array, part, start)
 
@@ -177,43 +181,47 @@ class _Shard:
 
 
 def _cuts(target: LeafTarget, most: int, tree: TreeEntry) -> Sequence[Sequence[Boxed]] | None:
-    """Cut boxes of a leaf into parts, in the first way that reads little more than the boxes; None if there is none.
+    """Cut the wanted boxes of a leaf into parts, in the first way that reads little more than the boxes.
 
-    Each box is cut by itself; or, such as columns of rows that are stored together, all of them are cut at once.
+    Either each box is cut alone; or all boxes are cut along the same lines, which suits columns of rows that are stored
+    together. Return None if both ways read too much.
     """
-    entry, extents, regions = target.entry, target.entry.extents, target.wanted
+    entry, extents, wanted = target.entry, target.entry.extents, target.wanted
     cut = partial(_parts_of, entry=entry, itemsize=dtype_from_name(target.dtype).itemsize, block=tree.block)
-    singly = [[(number, part)] for number, region in enumerate(regions) for part in cut(region, most=most)]
-    if len(regions) == len(extents) == 1 and not extents[0].coding:
-        return singly
+    singly = [[(number, part)] for number, box in enumerate(wanted) for part in cut(box, most=most)]
+    if len(wanted) == len(extents) == 1 and not extents[0].coding:
+        return singly  # the most frequent case: parts end where pieces end
 
     def nbytes_read(boxes: Sequence[Box]) -> int:
         want = Want(target.name, entry, target.dtype, boxes)
         return sum(read.nbytes for read in plan_reads([want], tree))
 
-    enough = (1 + _MOST_READ_AGAIN) * nbytes_read(regions)
+    enough = (1 + _MOST_READ_AGAIN) * nbytes_read(wanted)
     if sum(nbytes_read([part]) for ((_, part),) in singly) <= enough:
         return singly
     together = [
-        [(n, box) for n, region in enumerate(regions) if (box := region.overlap(part))]
-        for part in cut(bounding(regions), most=most - ALIGNMENT * len(regions))
+        [(n, overlap) for n, box in enumerate(wanted) if (overlap := box.overlap(part))]
+        for part in cut(bounding(wanted), most=most - ALIGNMENT * len(wanted))
     ]
     together = [boxes for boxes in together if boxes]
     is_enough = sum(nbytes_read([box for _, box in boxes]) for boxes in together) <= enough
     return together if is_enough else None
 
 
-def _parts_of(region: Box, entry: LeafEntry, itemsize: int, most: int, block: int) -> list[Box]:
-    """Cut a box of a leaf into parts: along the boxes that are stored, unless these are small."""
-    stored = [overlap for extent in entry.extents if (overlap := region.overlap(entry.region_of(extent)))]
-    if min((box.size * itemsize for box in stored), default=0) < most // 4:
-        stored = [region]
-    return [part for box in stored for part in _cut(box, itemsize, most, block)]
+def _parts_of(box: Box, entry: LeafEntry, itemsize: int, most: int, block: int) -> list[Box]:
+    """Cut a box of a leaf into parts: along the stored boxes, unless they are small."""
+    stored = [overlap for extent in entry.extents if (overlap := box.overlap(entry.region_of(extent)))]
+    if min((each.size * itemsize for each in stored), default=0) < most // 4:
+        stored = [box]
+    return [part for each in stored for part in _cut(each, itemsize, most, block)]
 
 
-def _cut(region: Box, itemsize: int, most: int, block: int) -> list[Box]:
-    """Cut a box into parts of at most so many bytes, all but the last alike, at the ends of pieces where possible."""
-    shape = region.shape
+def _cut(box: Box, itemsize: int, most: int, block: int) -> list[Box]:
+    """Cut a box into parts of at most `most` bytes, at the ends of pieces where possible.
+
+    All parts but the last have one shape, because each shape needs a program of its own.
+    """
+    shape = box.shape
     axis = next(
         (n for n in range(len(shape)) if math.prod(shape[n + 1 :]) * itemsize <= most), len(shape) - 1
     )
@@ -222,7 +230,7 @@ def _cut(region: Box, itemsize: int, most: int, block: int) -> list[Box]:
     number = -(-shape[axis] * row // (most // (step * row) * step * row or row))
     length = -(-shape[axis] // number)
     length = min(-(-length // step) * step, shape[axis])
-    return shifted(pieces(shape, itemsize, length * row), region.start)
+    return shifted(pieces(shape, itemsize, length * row), box.start)
 
 
 # -------------------------------------------------------------------------------------------- programs
@@ -238,8 +246,10 @@ def _program(
     part: tuple[int, ...] = (),
     dtype: np.dtype[Any] | None = None,
 ) -> Future[Any]:
-    """Begin to compile a program: one that makes an array, writes a part into one, or returns it as another dtype.
-    One that could not be compiled for an earlier load is tried again."""
+    """Begin to compile a program that makes an array, writes a part into it, or changes its dtype.
+
+    A program that could not be compiled for an earlier load is tried again.
+    """
     place = place_of(device, is_committed=is_committed)
     return program(_lowered, kind, shape, bits, place, part, dtype, device=device, x64=x64, again=True)
 
@@ -247,17 +257,22 @@ def _program(
 def _lowered(
     kind: str, shape: tuple[int, ...], bits: np.dtype[Any], place: Any, part: tuple[int, ...], dtype: Any
 ) -> Any:
-    """Lower a program. Arrays are handled as integers: XLA may compute with floats, which changes the bits of a nan."""
-    described: Any = jax.ShapeDtypeStruct  # it has no types
+    """Lower a program. It handles arrays as integers: XLA may compute with floats, which changes the bits of a nan."""
+    described: Any = jax.ShapeDtypeStruct  # without types
     whole = described(shape, bits, sharding=place)
     if kind == "empty":
+        # Not zeros: the parts overwrite every element, so filling the array would only take time.
         return jax.jit(lambda: _lax.empty(shape, bits), out_shardings=place).lower()
     if kind == "view":
         view = jax.jit(
-            lambda array: _lax.bitcast_convert_type(array, dtype), donate_argnums=0, out_shardings=place
+            # Donated, so that the device needs no second array of this size.
+            lambda array: _lax.bitcast_convert_type(array, dtype),
+            donate_argnums=0,
+            out_shardings=place,
         )
         return view.lower(whole)
     update = jax.jit(
+        # The position is an argument, so that one program serves all parts of a shape.
         lambda array, new, start: _lax.dynamic_update_slice(array, new, tuple(start)),
         donate_argnums=0,
         out_shardings=place,

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, over
 from eformer._engine.formats.find import ReplacedError, reading, reread_all
 from eformer._engine.formats.process_records import ListedTree
 from eformer._engine.loading.assemble import assemble, change_shapes
-from eformer._engine.loading.contents import contents_of, merged
+from eformer._engine.loading.contents import Contents, merge_contents
 from eformer._engine.loading.pinned_stream import stream, streamable
 from eformer._engine.loading.placement import on_current_mesh, place_targets, processes_of
-from eformer._engine.loading.read import read, require_boxes
+from eformer._engine.loading.read import read_targets, require_boxes
 from eformer._engine.loading.request import LoadReport, PlacementRequest, Request
-from eformer._engine.loading.select import as_scalar, compare, select
+from eformer._engine.loading.select import as_scalar, compare
 from eformer._engine.loading.sources import (
-    Source,
+    LoadSource,
     TreeReader,
     check_sha256,
     completed,
@@ -35,11 +35,11 @@ from eformer._engine.loading.sources import (
     take_below,
 )
 from eformer._engine.processes import hosts as _hosts
-from eformer._engine.record.manifest import UNREADABLE, parse_structure
+from eformer._engine.record.manifest import parse_structure
 from eformer._engine.record.names import BARE_LEAF
+from eformer._engine.record.options import LoadOptions, options_from
 from eformer._engine.record.rename import rules_from
 from eformer._engine.record.text import few
-from eformer._engine.record.values import LeftToCode
 from eformer._engine.stores.cache import caching
 from eformer._engine.stores.keys import public_key
 from eformer._engine.stores.store_options import options_of_call
@@ -50,7 +50,6 @@ from eformer._engine.tasks.progress import SILENT, is_wanted, metered
 from eformer._engine.trees.devices import arrived
 from eformer._engine.trees.flatten import flatten, transient_in
 from eformer._engine.trees.unflatten import unflatten, unflatten_like
-from eformer.errors import StructureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -59,13 +58,11 @@ if TYPE_CHECKING:
     import jax
 
     from eformer._engine.formats.found import Found
-    from eformer._engine.loading.contents import Contents
     from eformer._engine.loading.request import Resize, Rules
     from eformer._engine.loading.select import LeafTarget, Selection
     from eformer._engine.processes.hosts import Hosts
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.rename import RenameRules
-    from eformer._engine.stores.cache import Cached
     from eformer._engine.stores.keys import Key
     from eformer._engine.tasks.progress import Meter, Progress
 
@@ -75,11 +72,12 @@ T = TypeVar("T")
 Path = str | os.PathLike[str]
 _ONE_PATH = (str, bytes, os.PathLike)
 
+_DEFAULT = LoadOptions()
 _BETWEEN_RESTARTS = 0.2  # seconds, for all processes to find the newer checkpoint
 
 
 class LoadArguments(TypedDict, total=False):
-    """The arguments that `load` and `Run.resume` share, and that do not change the type of the result."""
+    """The arguments that `load` and `Run.resume` share, without the arguments that change the type of the result."""
 
     partial: bool
     root: str | None
@@ -92,39 +90,35 @@ class LoadArguments(TypedDict, total=False):
     shardings: Any
     dtype: Any
     callback: Callable[[Any, str], Any] | None
-    batch: int | None
     verify: bool | None
     mmap: bool
     progress: Progress
-    broadcast: bool
-    cache: Cached
-    key: Key | None
+    options: LoadOptions | Mapping[str, Any]
+    signed_by: Key | None
 
 
 class _Arguments(LoadArguments, total=False):
-    """The arguments of `load` that do not change the type of its result."""
+    """The arguments of `load`, without the arguments that change the type of the result."""
 
     dequant: Literal[False] | None
     duplicates: Literal["last"] | None
-    timeout: float | None
-    store_options: Mapping[str, Any] | None
 
 
 @overload
 def load(
-    path: Path | Sequence[Path], *, like: T, return_report: Literal[True], **others: Unpack[_Arguments]
+    path: Path | Sequence[Path], *, like: T, return_report: Literal[True], **arguments: Unpack[_Arguments]
 ) -> tuple[T, LoadReport]: ...
 @overload
 def load(
-    path: Path | Sequence[Path], *, into: T, return_report: Literal[True], **others: Unpack[_Arguments]
+    path: Path | Sequence[Path], *, into: T, return_report: Literal[True], **arguments: Unpack[_Arguments]
 ) -> tuple[T, LoadReport]: ...
 @overload
-def load(path: Path | Sequence[Path], *, like: T, **others: Unpack[_Arguments]) -> T: ...
+def load(path: Path | Sequence[Path], *, like: T, **arguments: Unpack[_Arguments]) -> T: ...
 @overload
-def load(path: Path | Sequence[Path], *, into: T, **others: Unpack[_Arguments]) -> T: ...
+def load(path: Path | Sequence[Path], *, into: T, **arguments: Unpack[_Arguments]) -> T: ...
 @overload
 def load(
-    path: Path | Sequence[Path], *, return_report: bool = False, **others: Unpack[_Arguments]
+    path: Path | Sequence[Path], *, return_report: bool = False, **arguments: Unpack[_Arguments]
 ) -> Any: ...
 def load(
     path: Path | Sequence[Path],
@@ -143,82 +137,76 @@ def load(
     shardings: Any = None,
     dtype: Any = None,
     callback: Callable[[Any, str], Any] | None = None,
-    batch: int | None = None,
     verify: bool | None = None,
     mmap: bool = False,
     progress: Progress = None,
-    broadcast: bool = False,
-    timeout: float | None = None,
-    store_options: Mapping[str, Any] | None = None,
-    cache: Cached = None,
-    key: Key | None = None,
+    options: LoadOptions | Mapping[str, Any] = _DEFAULT,
+    signed_by: Key | None = None,
     dequant: Literal[False] | None = None,
     duplicates: Literal["last"] | None = None,
 ) -> Any:
     """Load the tree that was saved at `path`, bit for bit.
 
-    Raises an error that names the leaf, the file and the problem if anything is missing, damaged or does not fit.
-    Without `like`, the tree has the structure it was saved with: jax arrays are jax arrays and numpy arrays are numpy
-    arrays.
+    Without `like`, the tree has the structure that it was saved with; jax arrays are jax arrays, and
+    numpy arrays are numpy arrays. If leaves are missing, are damaged or do not fit, one error names
+    them, the file and the problem.
 
-    path            a directory, a file or a URL, of eformer or of another program; of a run the last step is loaded. A
-                    list of them is loaded as if it were one checkpoint, such as [base, adapter]: `prefix`, `root`,
-                    `rename` and `keys` apply to each, and without `like` the result is nested dicts by name
-    like            a tree of arrays, `ShapeDtypeStruct`s or shardings: the result has its structure, shapes, dtypes and
-                    shardings. A number and an array without axes become each other, as `like` has them, if they are of
-                    one kind (bool, int, float, complex) and the value does not change. Functions, such as activations
-                    of Equinox, stay as they are. Files of equinox have no names, and need `like`
-    into            as `like`, but modules in it that hold their state themselves, such as those of flax NNX and Keras,
-                    are updated in place; they are part of the result, too
-    partial         allow differences: leaves that the checkpoint lacks stay as `like` has them, leaves that `like`
-                    lacks are left out. The names of both are logged
-    return_report   return a pair of the tree and a `LoadReport` instead of logging
-    root            take the subtree of this name, such as "params.encoder", for the whole checkpoint
-    rename          give leaves other names before anything else looks at them, and transpose, stack or unstack them on
-                    the way: the rules of `convert`, as a file, text, pairs or a dict
-    resize          change arrays that have another shape than in `like`: a dict of patterns of names and functions of
-                    the stored array and the leaf of `like`, or one function of these two and the name
-    prefix          the tree, if there are several
-    keys            names of leaves or subtrees, or patterns such as "layers.*.bias"; dots in a key of a dict may be
-                    written as they are. Without `like` the result is a flat dict by the names in the checkpoint
-    mesh            the mesh to load onto. With neither `rules` nor `shardings`, leaves are placed as they were saved.
-                    Shardings on an `AbstractMesh`, as `jax.eval_shape` gives them, mean the same axes of this mesh.
-                    None for the mesh of `jax.set_mesh`, which never makes a load fail: leaves that nothing else places
-                    are replicated over it, and leaves that JAX cannot hold are numpy arrays. If it has devices of other
-                    processes, it counts only if `rules`, a `PartitionSpec` or an `AbstractMesh` needs a mesh
-    rules           pairs of a regex and a PartitionSpec, or a dict; the regex is searched for in names joined by "/"
-    shardings       where leaves go: one for all, or by name (nested or dotted, for some leaves or all), each a
-                    `Sharding`, a `PartitionSpec` or a function that is called on the loaded array
-    dtype           cast floating leaves to this dtype; "like" casts each of them to the dtype that it has in `like`.
-                    Other leaves are never cast
+    From where:
+
+    path            a directory, a file or a URL, of eformer or of another program; of a run, the newest
+                    step is loaded. A list of paths is loaded as one checkpoint, such as [base, adapter]
+    prefix          the tree, if the checkpoint has several
+    duplicates      "last" takes a leaf that several checkpoints of a list have from the last of them;
+                    None refuses it
+    dequant         False loads the leaves of a quantised model of another program as they are stored;
+                    None refuses them with a `QuantizedError`
+    signed_by       a public key, as the path of a PEM file or its content: every byte is checked against
+                    the signature of its owner before it is used, see `sign`
+
+    Which leaves, and in which form:
+
+    root            name of a subtree, such as "params.encoder", to load as the whole checkpoint
+    keys            names of leaves or subtrees, or patterns such as "layers.*.bias". Without `like`, the
+                    result is a flat dict by the names in the checkpoint
+    rename          rules that rename, transpose, stack or unstack leaves before all else, see `convert`:
+                    a file, text, pairs or a dict
+    dtype           cast floating leaves to this dtype; "like" casts each to its dtype in `like`
     callback        a function of each array and its name, which returns the replacement
-    batch           the number of arrays to read at a time; None reads all at once
-    verify          False skips the digests; with `mmap`, True checks them, which reads everything once
-    mmap            map numpy arrays and arrays on CPUs from the files, which are read when the arrays are used: the
-                    load takes only as long as creating the arrays. If another program writes to the files in place, the
-                    arrays change; if it truncates them, the process dies. eformer never does either. Leaves that are
-                    not stored as they are wanted are read. In a bucket, `mmap` needs a `cache`
-    progress        True for a bar on standard error, or a function that is called with the bytes read so far and in
-                    total, several times a second and from any thread; it starts again if a newer save replaces the
-                    checkpoint
-    broadcast       read data that several processes hold only once, a part by each, and send it between the devices:
-                    faster for large leaves on slow storage
-    timeout         seconds that processes wait for each other, by default 600; and after which a load from a bucket is
-                    given up with TimeoutError, by default never, because its requests have limits of their own
-    store_options   a dict of options of the bucket that `path` is in, for this call alone; `store_options` lists them
-    cache           a directory of this machine that keeps what is read from a bucket for the next load; None for that
-                    of the environment variable EFORMER_CACHE, False for none. Damaged parts of it are fetched again.
-                    The least recently used objects are removed when it is larger than EFORMER_CACHE_BYTES, by default
-                    100 GB or half of the disk
-    key             a public key, as the path of a PEM file or its content: refuse what its owner has not signed (see
-                    `sign`), and read nothing that is not checked against the signature first, whatever happens to the
-                    files meanwhile. Bytes that the load does not need are not checked; `verify` checks all
-    dequant         False loads the leaves of a quantised model of another program as they are stored. None refuses them
-                    with a `QuantizedError`: without their scales they are not the numbers of the model
-    duplicates      "last" takes a leaf that several checkpoints of a list have from the last of them; None refuses it
 
-    If leaves go to devices of several processes, all of these must call `load`; no other process has to take part. An
-    error in one is an error in all. Each process reads what its devices hold.
+    Into which tree:
+
+    like            a tree of arrays, `ShapeDtypeStruct`s or shardings: the result has its structure,
+                    shapes, dtypes and shardings. Functions in it stay as they are
+    into            as `like`, but modules that hold their state, such as modules of flax NNX and Keras,
+                    are updated in place
+    partial         allow differences: leaves that the checkpoint lacks stay as `like` has them, leaves
+                    that `like` lacks are left out; the names of both are logged
+    resize          change arrays that have another shape than in `like`: a dict from patterns of names to
+                    functions of the stored array and the leaf of `like`, or one such function that
+                    takes the name, too
+    return_report   return a pair of the tree and a `LoadReport`, and log nothing
+
+    Where to:
+
+    mesh            the mesh to load onto; None for the mesh of `jax.set_mesh`. With neither `rules` nor
+                    `shardings`, leaves are placed as they were saved
+    rules           pairs of a regex and a `PartitionSpec`, or a dict; the regex is searched for in names
+                    joined by "/"
+    shardings       one `Sharding`, `PartitionSpec` or function of the loaded array for all leaves, or a
+                    dict of them by name, nested or dotted, for some leaves or all
+
+    How:
+
+    verify          False skips the digests; with `mmap`, True checks them, which reads everything once
+    mmap            map numpy arrays and arrays on CPUs from the files, which are read when they are used.
+                    No other program may write to these files in place
+    progress        True for a bar on standard error, or a function of the bytes read and the total, which
+                    is called several times a second and from any thread
+    options         a `LoadOptions`, or a dict of its fields: `batch`, `broadcast`, `timeout`,
+                    `store_options`, `cache`
+
+    If leaves go to devices of several processes, all of these must call `load`, each reads the bytes
+    that its devices hold, and an error in one is an error in all. No other process has to take part.
 
     Example:
 
@@ -228,11 +216,12 @@ def load(
         >>> state = checkpoint.load("pretrained", like=state, partial=True)
         >>> model = checkpoint.load(["pretrained", "lora"], like=abstract_model)
     """
-    arguments = dict(locals())  # those of a request, by name: all but these three
-    del arguments["path"], arguments["return_report"], arguments["store_options"]
+    arguments = dict(locals())  # by name; all but these two belong to a request
+    del arguments["path"], arguments["return_report"]
     paths = [path] if isinstance(path, _ONE_PATH) else _list_of(path)
     request = request_from(is_list=len(paths) > 1, **arguments)
-    with options_of_call(store_options, *paths):
+    given = request.options.store_options
+    with options_of_call(given, *paths) if given else nullcontext():
         loaded = load_tree(paths, request)
     if return_report:
         return loaded.tree, loaded.report
@@ -242,7 +231,7 @@ def load(
 
 
 def _list_of(paths: Any) -> Sequence[Path]:
-    """Return the paths of several checkpoints to load as one."""
+    """Return the paths of several checkpoints to load as one. Refuse a set, which has no order."""
     if not isinstance(paths, Iterable) or isinstance(paths, (set, frozenset)):
         kind = type(paths).__name__
         raise TypeError(f"the path is of type {kind}; expected a path, or a list of paths in an order")
@@ -266,14 +255,16 @@ def request_from(
     shardings: Any = None,
     verify: bool | None = None,
     mmap: bool = False,
-    key: Key | None = None,
+    options: LoadOptions | Mapping[str, Any] = _DEFAULT,
+    signed_by: Key | None = None,
     **as_they_are: Any,
 ) -> Request:
-    """Return the request that arguments of `load` make. Raise ValueError for arguments that exclude each other."""
+    """Return the arguments of `load` as a request. Raise ValueError for arguments that exclude each other."""
     if like is not None and into is not None:
         raise ValueError("pass like= or into=, not both")
-    if key is not None and mmap:
-        raise ValueError("mmap=True cannot have a key=: mapped files may change after they were checked")
+    if signed_by is not None and mmap:
+        raise ValueError("mmap=True excludes signed_by=: mapped files may change after they were checked")
+    options = options_from(options, LoadOptions)
     return Request(
         like=like if into is None else into,
         in_place=into is not None,
@@ -284,7 +275,8 @@ def request_from(
         placement=PlacementRequest(mesh=mesh, rules=rules, shardings=shardings),
         verify=not mmap if verify is None else verify,
         mmap=mmap,
-        key=None if key is None else public_key(key),
+        options=options,
+        signed_by=None if signed_by is None else public_key(signed_by),
         **as_they_are,
     )
 
@@ -297,7 +289,7 @@ def log_differences(path: str, report: LoadReport) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoadedTree:
-    """A loaded tree, its record in the checkpoint, and what became of the leaves."""
+    """A loaded tree, its record in the checkpoint, and the report of its leaves."""
 
     tree: Any
     entry: TreeEntry
@@ -306,31 +298,35 @@ class LoadedTree:
 
 @uninterrupted
 def load_tree(paths: Sequence[Path], request: Request) -> LoadedTree:
-    """Load what `request` asks for: one checkpoint, or several as if they were one."""
+    """Load one checkpoint, or several as if they were one, as `request` asks."""
     like = None if request.like is None else flatten(request.like)[0]
     placement = on_current_mesh(request.placement, like)
     if placement is not request.placement:
         request = replace(request, placement=placement)
     members = processes_of(request.placement, like)
-    hosts = _hosts.current("loads", members, request.timeout) if members else None
-    limit = f"{request.timeout_of}(timeout={request.timeout})"
+    timeout = request.options.timeout
+    hosts = _hosts.current("loads", members, timeout) if members else None
+    limit = f"{request.timeout_of}(timeout={timeout})"
     try:
         with (
-            within(request.timeout, limit) if request.timeout is not None else nullcontext(),
-            caching(request.cache),
+            within(timeout, limit) if timeout is not None else nullcontext(),
+            caching(request.options.cache),
         ):
-            return reread_all(paths, Load(request, like, hosts).load, request.key)
+            return reread_all(paths, Load(request, like, hosts).load, request.signed_by)
     except BaseException as error:
         if hosts:
-            hosts.fail(error)
+            hosts.fail(error)  # so that the other processes raise, too, instead of waiting
         raise
 
 
 @dataclass(slots=True)
 class Load:
-    """A load of what `request` asks for. `like` has the leaves of its tree by name; `hosts` are the processes whose
-    devices the leaves go to, if there are others than this one. `expected` has the
-    leaves to compare with: others than `like` if the checkpoint has no names."""
+    """One load.
+
+    like       the leaves of the tree `like`, by name
+    hosts      the processes whose devices the leaves go to; None if they all belong to this process
+    expected   the leaves to compare with: `like`, unless the checkpoint has no names
+    """
 
     request: Request
     like: Mapping[str, Any] | None
@@ -354,15 +350,17 @@ class Load:
         dropped = dict.fromkeys(name for source in sources for name in source.dropped)
         return LoadedTree(tree, sources[0].entry, selection.report(dropped))
 
-    def find(self, found: Found, stack: ExitStack) -> Source:
-        """Read the record of the tree to load, and warn of files beside it that are not read."""
+    def find(self, found: Found, stack: ExitStack) -> LoadSource:
+        """Read the record of the tree to load, and warn of files that are not read and may hold leaves."""
         request = self.request
         found = request.whole_of(found) if request.whole_of else found
         with reading(found):
             needs_all = request.rename is not None or request.sha256 is not None
             entry = found.tree(request.prefix) if needs_all else found.listed(request.prefix)
             paths = found.left_out(request.prefix)
-            source = Source(found, entry, contents_of(entry))
+            source = LoadSource(
+                found, entry, Contents(entry.leaves, entry.raw_values, bytes(entry.structure))
+            )
         if found.foreign.refused and not request.partial:
             refuse_kinds(found, request.keys)
         if paths:
@@ -371,8 +369,8 @@ class Load:
             source.reader = stack.enter_context(closing(TreeReader(found, entry, verify=request.verify)))
         return source
 
-    def rename(self, sources: Sequence[Source]) -> None:
-        """Give the leaves the names that they have in the tree."""
+    def rename(self, sources: Sequence[LoadSource]) -> None:
+        """Give the leaves their names in the loaded tree."""
         request, self.expected = self.request, self.like
         if request.root is not None:
             take_below(sources, request.root)
@@ -384,11 +382,11 @@ class Load:
         if self.like is not None or len(sources) > 1:
             spell_alike(sources, self.like)
 
-    def select(self, sources: Sequence[Source]) -> tuple[Contents, Selection]:
-        """Choose the leaves to load, and which checkpoint gives each. Refuse leaves that cannot be given as asked."""
+    def select(self, sources: Sequence[LoadSource]) -> tuple[Contents, Selection]:
+        """Choose the leaves to load, and the checkpoint that gives each. Refuse leaves that do not fit."""
         request, like, is_one = self.request, self.expected, len(sources) == 1
-        contents = sources[0].contents if is_one else merged([source.contents for source in sources])
-        names = select(contents, request.keys, is_list=request.is_list)
+        contents = sources[0].contents if is_one else merge_contents([source.contents for source in sources])
+        names = contents.select(request.keys, is_list=request.is_list)
         if BARE_LEAF in names and len(names) > 1 and request.keys is None and not request.partial:
             refuse_bare_leaf(sources)
         given = [names] if is_one else owned(sources, names, request, like)
@@ -397,13 +395,13 @@ class Load:
                 refuse_quantized(source, own, names, request, like)
         selection = compare(contents, names, request, like)
         if like is None and request.keys is None:
-            _require_classes(contents, selection)
+            contents.require_rebuildable(selection.values)
         for source, own in zip(sources, given, strict=True):
             source.targets = [target for target in selection.targets if target.name in own]
         return contents, selection
 
-    def place(self, sources: Sequence[Source], contents: Contents, selection: Selection) -> None:
-        """Decide where the arrays go, and find the boxes of them that this process reads."""
+    def place(self, sources: Sequence[LoadSource], contents: Contents, selection: Selection) -> None:
+        """Decide where the arrays go, and find the boxes that this process reads."""
         place_targets(selection.targets, contents, self.request)
         for source in sources:
             if self.request.whole_of:
@@ -411,8 +409,8 @@ class Load:
             if isinstance(source.entry, ListedTree):
                 source.locate(source.entry)
 
-    def fetch(self, sources: Sequence[Source]) -> dict[str, Any]:
-        """Read the arrays, put them on their devices and hand them to the caller's functions, batch by batch."""
+    def fetch(self, sources: Sequence[LoadSource]) -> dict[str, Any]:
+        """Read the arrays, put them on their devices and pass them to the caller's functions, batch by batch."""
         request = self.request
         arrays: dict[str, Any] = {}
         for source in sources:
@@ -420,7 +418,7 @@ class Load:
                 with reading(source.found):
                     check_sha256(source.found, source.entry, request.sha256(source.entry), request.threads)
         saves = " ".join(source.entry.save_id for source in sources)
-        size = request.batch or max(1, *(len(source.targets) for source in sources))
+        size = request.options.batch or max(1, *(len(source.targets) for source in sources))
         batches = [
             (source, source.targets[start : start + size])
             for source in sources
@@ -430,33 +428,35 @@ class Load:
             for number, (source, batch) in enumerate(batches):
                 assembled, others = self.read(source, batch, meter)
                 is_last = number == len(batches) - 1
-                if self.hosts and (is_last or request.broadcast):  # a broadcast needs all processes
+                if self.hosts and (
+                    is_last or request.options.broadcast
+                ):  # a broadcast moves arrays in all processes together
                     _agree(self.hosts, f"{saves} {number}", is_last=is_last)
                 with gc_paused():
                     assembled |= assemble(others)
                 self.finish(batch, assembled, arrays)
         return arrays
 
-    def metered(self, sources: Sequence[Source]) -> AbstractContextManager[Meter]:
+    def metered(self, sources: Sequence[LoadSource]) -> AbstractContextManager[Meter]:
         is_told = is_wanted(self.request.progress)
         total = sum(source.nbytes() for source in sources) if is_told else 0
         return metered(self.request.progress, total, "loading")
 
     def read(
-        self, source: Source, batch: list[LeafTarget], meter: Meter
+        self, source: LoadSource, batch: list[LeafTarget], meter: Meter
     ) -> tuple[dict[str, Any], list[LeafTarget]]:
         """Read a batch. Return the arrays that were streamed to accelerators, and the targets in host memory.
 
-        A broadcast streams nothing: all processes have to read all of a batch before the first array of it moves.
+        A broadcast streams nothing: all processes must have read a whole batch before its first array moves.
         """
         request, found, entry = self.request, source.found, source.entry
         threads = request.threads or found.store.read_threads
         assembled: dict[str, Any] = {}
-        streamed, others = ([], batch) if request.broadcast else streamable(batch)
+        streamed, others = ([], batch) if request.options.broadcast else streamable(batch)
         with reading(found):
             if streamed:
                 assembled = stream(found, entry, streamed, threads, verify=request.verify, meter=meter)
-            read(found, entry, others, threads, verify=request.verify, mmap=request.mmap, meter=meter)
+            read_targets(found, entry, others, threads, verify=request.verify, mmap=request.mmap, meter=meter)
             if source.contents.computed:
                 read_computed(source.contents.computed, others, threads, meter)
         if request.resize is not None or request.reshape:
@@ -466,13 +466,13 @@ class Load:
     def finish(self, batch: list[LeafTarget], assembled: dict[str, Any], arrays: dict[str, Any]) -> None:
         """Move the assembled arrays of a batch to `arrays`, through the caller's functions."""
         callback = self.request.callback
-        arrived(list(assembled.values()))  # the caller's functions may run programs, see `Transfer`
+        arrived(list(assembled.values()))  # the caller's functions may run programs on them, see `Transfer`
         for target in batch:
             leaf = assembled.pop(target.name)
             leaf = called(target.transform, leaf) if target.transform else leaf
             leaf = called(callback, leaf, target.name) if callback else leaf
             arrays[target.name] = leaf if target.like_scalar is None else as_scalar(leaf, target.like_scalar)
-            target.arrays = ()  # memory that the caller's functions release is freed at once
+            target.arrays = ()  # if the caller's function drops the array, its memory is freed now
 
     def rebuild(self, contents: Contents, selection: Selection, arrays: dict[str, Any]) -> Any:
         """Return the leaves in the structure of `like`, flat by name for `keys`, or in the recorded structure."""
@@ -490,24 +490,10 @@ class Load:
         return unflatten(parse_structure(contents.raw_structure), leaves)
 
 
-def _require_classes(contents: Contents, selection: Selection) -> None:
-    """Refuse a structure that cannot be rebuilt before its data is read: without a structure, a class or a function."""
-    if contents.has_structure(UNREADABLE) and UNREADABLE in (structure := contents.structure):
-        raise StructureError(structure[UNREADABLE])
-    if functions := [name for name, value in selection.values.items() if isinstance(value, LeftToCode)]:
-        raise StructureError(
-            f"leaves are functions, which a checkpoint leaves to the code: {few(functions)}; pass like= with a tree "
-            "that has them, or keys= for the other leaves"
-        )
-    if contents.has_structure("namedtuple", "dataclass", "node"):
-        names = contents.stored_names.values() or contents.names
-        unflatten(contents.structure, dict.fromkeys(names))
-
-
 def _agree(hosts: Hosts, step: str, *, is_last: bool) -> None:
     """Wait for all processes to reach the same step of the same save; start again if they have found different saves.
 
-    Raises if another process has failed.
+    Raise an error if another process has failed.
     """
     if hosts.meet(step.encode(), lambda steps: b"" if len(set(steps)) == 1 else b"again"):
         time.sleep(_BETWEEN_RESTARTS)

@@ -1,8 +1,9 @@
 """Stream leaves to accelerators through a few slots of page-locked memory.
 
-An accelerator copies several times as fast from page-locked memory; but locking memory takes longer than copying it,
-and XLA never frees the memory that it locks for its own transfers. So a few slots are locked and reused: while some are
-copied from, others are read into. Small leaves share a slot, large ones pass through several, see `large_leaves`.
+An accelerator copies several times as fast from page-locked memory. But locking memory takes longer than copying it,
+and XLA never frees the memory that it locks for its own transfers. So a few slots are locked and reused: while the
+device copies from some slots, threads read into other slots. Small leaves share a slot; a large leaf passes through
+several, see `large_leaves`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -21,47 +22,69 @@ from eformer._engine.loading.assemble import assemble
 from eformer._engine.loading.device_put import PutShards, Transfer, default_device, wait_for
 from eformer._engine.loading.fetch import aligned
 from eformer._engine.loading.large_leaves import LargeLeaf, Part
-from eformer._engine.loading.placement import accelerator_of
+from eformer._engine.loading.placement import default_memory
 from eformer._engine.loading.read import Reading, require_unwritten
 from eformer._engine.loading.read_plan import packed_nbytes, plan_reads
 from eformer._engine.loading.slot_split import Split, splits_of
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.tasks.pool import run_all
 from eformer._engine.tasks.progress import SILENT, Meter
-from eformer._engine.trees.devices import page_locked
+from eformer._engine.trees.devices import page_locked, takes_host_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import numpy as np
+    from jax.sharding import Sharding
 
     from eformer._engine.formats.found import Found
     from eformer._engine.loading.select import LeafTarget
     from eformer._engine.record.manifest import TreeEntry
 
-_enable_x64: Any = jax.enable_x64  # it has no types, nor has this
-_config: Any = jax.config
+_enable_x64: Any = jax.enable_x64  # without types
+_config: Any = jax.config  # without types
 
-_SLOT_BYTES = 64 * 2**20
-_SLOTS = 4  # more of them have to be touched and locked for the first time, which takes as long as they help
+_SLOT_BYTES = 64 * 2**20  # large enough that starting a transfer takes no time beside the transfer
+_SLOTS = 4  # each slot is touched and locked once, which takes longer than a fifth slot would save
 _READ_BYTES = 8 * 2**20  # larger than for other reads: with many threads, fewer tasks contend for their turn
-_WORTH_IT = 16 * 2**20
+_WORTH_IT = 16 * 2**20  # for fewer bytes, locking a slot takes longer than it saves
 
-_kept: list[Any] = []  # memory of slots that a device may still copy from, because of an error
+# Slots that a device may still copy from after an error, kept until the process ends: if the memory were freed, the
+# device would copy whatever the allocator puts there next.
+_kept: list[Any] = []
 
 
 def streamable(targets: list[LeafTarget]) -> tuple[list[LeafTarget], list[LeafTarget]]:
-    """Split targets into those to stream to accelerators and the others, which are read into host memory first.
+    """Split targets into a list to stream to accelerators, and a list to read into host memory first.
 
-    A leaf can be streamed as it is stored, without the functions of the caller between. All of them together have to be
-    large enough for the cost of locking memory.
+    A leaf is streamed only in its stored form, because a slot is reused before the caller's functions could run.
+    Nothing is streamed if all leaves together are too small for the cost of locking memory.
     """
     as_stored = (t for t in targets if t.is_stored and t.new_shape is None and t.read_sharding is None)
     streamed = [target for target in as_stored if accelerator_of(target) is not None]
+    # Running totals, because summing thousands of leaves would take longer: the first few are usually enough.
     if not streamed or all(total < _WORTH_IT for total in accumulate(map(nbytes_of, streamed))):
         return [], targets
     names = {target.name for target in streamed}
     return streamed, [target for target in targets if target.name not in names]
+
+
+def accelerator_of(target: LeafTarget) -> Any:
+    """Return one of the target's devices if all of them are accelerators with memory of their own; None otherwise."""
+    return None if target.as_numpy else _accelerator(target.sharding, _config.jax_default_device)
+
+
+@lru_cache(1024)
+def _accelerator(sharding: Sharding | None, default: Any) -> Any:
+    if sharding is None:
+        devices = [default_device(default)]
+    elif sharding.memory_kind in (None, default_memory(sharding)):
+        devices = list(sharding.addressable_devices)
+    else:
+        devices = []
+    if any(device.platform == "cpu" or takes_host_memory(device) for device in devices):
+        return None
+    return next(iter(devices), None)
 
 
 def stream(
@@ -73,15 +96,15 @@ def stream(
     verify: bool,
     meter: Meter = SILENT,
 ) -> dict[str, Any]:
-    """Read the targets and return their arrays by name. All of them are on their devices when this returns."""
+    """Read the targets and return their arrays by name. All arrays are on their devices when this returns."""
     with ExitStack() as stack:
         reading = Reading(found, tree, verify=verify, meter=meter)
         stack.callback(reading.files.close)
         stream = _Stream(targets, tree, stack)
-        threads = max(2, threads * 7 // 8)  # leaves the others to the transfers
+        threads = max(2, threads * 7 // 8)  # the other cores are for the transfers
         run_all(stream.tasks(reading), threads, stream.give_up)
         require_unwritten(tree, reading.files)
-        wait_for(list(stream.loaded.values()))  # before the slots are unlocked
+        wait_for(list(stream.loaded.values()))  # before the exit stack unlocks the slots
     return stream.loaded
 
 
@@ -95,10 +118,11 @@ class _Leaves:
 
     def move(self, memory: np.ndarray[Any, Any]) -> Transfer:
         """Begin to move the leaves to their devices. The memory is free when the arrays of the result are ready."""
+        # One transfer for most leaves, if the program that cuts them apart on the device is compiled.
         sent = self.split.send(memory) if self.split else None
         arrays = assemble(self.targets if sent is None else sent.others, self.put)
         for target in self.targets:
-            target.arrays = ()
+            target.arrays = ()  # views of the slot, which is read into again
         self.loaded.update(arrays)
         if sent is None:
             return Transfer(list(arrays.values()))
@@ -106,18 +130,19 @@ class _Leaves:
 
 
 class _Stream:
-    """Pass leaves through slots of memory: small ones first, while the programs for large ones are compiled."""
+    """Pass leaves through slots of memory: small leaves first, while the programs for large leaves are compiled."""
 
     def __init__(self, targets: Sequence[LeafTarget], tree: TreeEntry, stack: ExitStack) -> None:
         self.device, self.stack, self.tree = accelerator_of(targets[0]), stack, tree
         sizes = [(target, nbytes_of(target)) for target in sorted(targets, key=_position)]
         self.small = _groups([(target, nbytes) for target, nbytes in sizes if nbytes <= _SLOT_BYTES])
         self.large = [target for target, nbytes in sizes if nbytes > _SLOT_BYTES]
-        self.slots: SimpleQueue[_Slot | None] = SimpleQueue()  # an interrupt cannot leave it locked
+        # Free slots, or None to end. A SimpleQueue has no lock in Python that a Ctrl-C could leave locked.
+        self.slots: SimpleQueue[_Slot | None] = SimpleQueue()
         self.loaded: dict[str, Any] = {}
         self.put = PutShards()
         self.moving = threading.Lock()
-        # Each thread has its own of these settings; those of the calling one count.
+        # JAX keeps these settings for each thread. The settings of the calling thread apply in all threads of a load.
         self.default, self.x64 = default_device(_config.jax_default_device), _config.jax_enable_x64
         self.splits = splits_of(self.small, tree.block, self.default, x64=self.x64)
         total = sum(nbytes for _, nbytes in sizes)
@@ -128,10 +153,11 @@ class _Stream:
     def tasks(self, reading: Reading) -> Iterator[Callable[[], None]]:
         """Yield tasks that read all leaves and move them to their devices.
 
-        Waiting for a slot cannot deadlock: all reads into the other slots are under way in other threads.
+        One thread at a time asks for the next task. It waits here for a free slot, which cannot deadlock: other threads
+        carry out all reads into the slots that are in use, and the last read of a slot hands it on.
         """
         for batch in self.batches(reading):
-            # While other batches are read.
+            # Planned before the slot is asked for, while other threads read.
             reads = plan_reads(batch.targets, self.tree, _READ_BYTES, is_packed=True)
             slot = self.slots.get()
             if slot is None:
@@ -142,7 +168,7 @@ class _Stream:
             yield from reading.tasks(
                 batch.targets, reads, memory=slot.memory, end=arrive, is_claimed=is_claimed
             )
-        for _ in range(self.count):
+        for _ in range(self.count):  # the last transfers, whose programs no further read would start
             slot = self.slots.get()
             if slot is None:
                 return
@@ -151,7 +177,7 @@ class _Stream:
     def rest_of(self, slot: _Slot) -> Iterator[Callable[[], None]]:
         """Wait until the slot is free, and yield the task that runs programs on the arrays that have arrived.
 
-        Another thread can carry it out while the slot is read into again.
+        The programs read the arrays on the device, not the slot, so another thread can run them during the next read.
         """
         transfer = slot.transfer
         slot.wait()
@@ -163,30 +189,33 @@ class _Stream:
             (target, LargeLeaf.of(target, self.default, _SLOT_BYTES, self.tree, self.loaded, x64=self.x64))
             for target in self.large
         ]
+        # The programs of the large leaves are being compiled from here on.
         for group, split in zip(self.small, self.splits, strict=True):
             yield _Leaves(group, self.loaded, self.put, split)
         for target, leaf in large:
-            if leaf is None:  # it has memory of its own
+            if leaf is None:  # it cannot arrive in parts: its arrays get memory of their own, beside the slot
                 yield _Leaves([target], self.loaded, self.put)
             else:
                 reading.claim(target)
                 yield from leaf.parts()
 
     def give_up(self) -> None:
-        """Wake the thread that waits for a slot, and end the stream."""
+        """End the stream after an error, and wake the thread that waits for a slot."""
         self.slots.put(None)
 
     def arrive(self, batch: _Leaves | Part, slot: _Slot) -> None:
-        """Begin to move the targets, which have been read, to their devices, and hand the slot on."""
+        """Begin to move the leaves of a batch, which have been read, to their devices, and hand the slot on."""
         slot.lock()
-        # One at a time: each start of a transfer needs the interpreter lock, and many would only wait for each other.
+        # One thread at a time: starting a transfer needs the interpreter lock, for which several would only wait.
         with self.moving, self.settings(), slot.lost_on_error():
             slot.transfer = batch.move(slot.memory)
+        # The device may still copy: the thread that takes the slot next waits for it, so this one can go on reading.
         self.slots.put(slot)
 
     def finish(self, transfer: Transfer) -> None:
-        """Run programs on arrays that have arrived, beside transfers that other threads start."""
-        wait_for(transfer.arrays)  # in this thread, see `Transfer`: it returns at once
+        """Run programs on arrays that have arrived, while other threads start transfers."""
+        # The arrays have arrived, but XLA needs the wait in the thread that runs the programs, see `Transfer`.
+        wait_for(transfer.arrays)
         with self.settings():
             assert transfer.then
             transfer.then()
@@ -199,9 +228,10 @@ class _Stream:
 
 
 class _Slot:
-    """Memory that is read into and copied from, in turns.
+    """Memory that threads read into and a device copies from, in turns.
 
-    It is locked after the first read into it: locking memory that was never touched takes ten times as long.
+    It is locked after the first read into it, which touches all of its pages: locking pages that were never touched
+    takes ten times as long, because the kernel has to allocate and clear each of them.
     """
 
     def __init__(self, memory: np.ndarray[Any, Any], device: Any, stack: ExitStack) -> None:
@@ -218,19 +248,22 @@ class _Slot:
             self.stack.callback(self.unlock, locked)
 
     def unlock(self, locked: ExitStack) -> None:
-        """Unlock the memory when it has been copied from, also if the load fails."""
+        """Unlock the memory after the last copy from it, also if the load fails."""
         try:
             with self.lost_on_error():
                 self.wait()
         finally:
             if self.is_lost:
-                _kept.append((self.memory, locked))
+                _kept.append((self.memory, locked))  # neither unlocked nor freed
             else:
                 locked.close()
 
     @contextmanager
     def lost_on_error(self) -> Iterator[None]:
-        """Keep the memory locked for good after an error: copies from it may be under way that nobody can wait for."""
+        """Keep the memory locked until the process ends if an error occurs.
+
+        Copies from it may be under way, and without their arrays the load cannot wait for them.
+        """
         try:
             yield
         except BaseException:
@@ -238,13 +271,13 @@ class _Slot:
             raise
 
     def wait(self) -> None:
-        """Return when the memory has been copied from."""
+        """Return when the device has copied all bytes from the memory."""
         wait_for(self.transfer.arrays)
         self.transfer = Transfer(())
 
 
 def _groups(sizes: Iterable[tuple[LeafTarget, int]]) -> list[list[LeafTarget]]:
-    """Group neighbours that fit into one slot, given with the memory that each takes."""
+    """Group neighbouring leaves that fit into one slot, by the memory that each takes."""
     groups: list[list[LeafTarget]] = []
     used = 0
     for target, nbytes in sizes:
@@ -257,12 +290,12 @@ def _groups(sizes: Iterable[tuple[LeafTarget, int]]) -> list[list[LeafTarget]]:
 
 
 def _position(target: LeafTarget) -> tuple[int, int]:
-    """Return the file and the offset where the leaf starts, to sort by: neighbours are read together."""
+    """Return the file and the offset where the leaf starts, as a sort key: neighbours in a file are read together."""
     return min(((extent.file, extent.offset) for extent in target.entry.extents), default=(0, 0))
 
 
 def nbytes_of(target: LeafTarget) -> int:
-    """Return the memory that the boxes of this process take, each of them aligned."""
-    regions, itemsize = target.regions, dtype_from_name(target.dtype).itemsize
-    sizes = [math.prod(target.entry.shape)] if regions is None else [region.size for region in regions]
+    """Return the bytes of memory that the boxes of this process take, each box aligned."""
+    boxes, itemsize = target.boxes, dtype_from_name(target.dtype).itemsize
+    sizes = [math.prod(target.entry.shape)] if boxes is None else [box.size for box in boxes]
     return sum(packed_nbytes(size * itemsize) for size in sizes)

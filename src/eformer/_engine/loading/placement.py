@@ -24,7 +24,7 @@ from eformer._engine.loading.rules import (
 )
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.dtypes import dtype_from_name
-from eformer._engine.trees.devices import PACKED, takes_host_memory
+from eformer._engine.trees.devices import PACKED
 from eformer._engine.trees.shardings import AnnotatedShape
 from eformer.errors import MismatchError
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from eformer._engine.loading.request import PlacementRequest, Request
     from eformer._engine.loading.select import LeafTarget
 
-_config: Any = jax.config  # its attributes have no types
+_config: Any = jax.config  # without types
 
 logger = logging.getLogger("eformer")
 
-_WORTH_BROADCASTING = 2**20  # bytes on a device
-_WORTH_READING_PARTS = 2**18  # bytes of an array: smaller ones are cut after they are read
+_WORTH_BROADCASTING = 2**20  # bytes on a device: smaller leaves are read by every process
+_WORTH_READING_PARTS = 2**18  # bytes of an array: smaller arrays are read whole and cut afterwards
 
 
 def place_targets(targets: Sequence[LeafTarget], contents: Contents, request: Request) -> None:
@@ -58,10 +58,10 @@ def place_targets(targets: Sequence[LeafTarget], contents: Contents, request: Re
         _keep_on_host(too_wide)
     for target in targets:
         recorded = target.entry.sharding if target.sharding is None else None
-        if recorded and recorded.memory_kind and request.like is None:  # which decides about memory, too
+        if recorded and recorded.memory_kind and request.like is None:  # `like` decides about memory, too
             _keep_memory(target, recorded.memory_kind)
         if target.sharding is not None and not target.as_numpy and target.new_shape is None:
-            if request.broadcast and not target.entry.key:
+            if request.options.broadcast and not target.entry.key:
                 dtype = dtype_from_name(target.dtype)
                 target.read_sharding = _disjoint(target.sharding, target.entry.shape, dtype)
             elif request.whole_of:
@@ -71,7 +71,7 @@ def place_targets(targets: Sequence[LeafTarget], contents: Contents, request: Re
 
 def _follow_request(targets: Sequence[LeafTarget], contents: Contents, request: Request) -> None:
     leaves = {target.name: _as_placeable(target, keep_memory=request.like is None) for target in targets}
-    deselected = contents.arrays.keys() - leaves.keys()  # by `keys`, or because `like` lacks them
+    deselected = contents.arrays.keys() - leaves.keys()  # not in `keys`, or not in `like`
     asked = request.placement
     placed, functions = place(leaves, asked, prefix=request.prefix, ignored=deselected)
     warn_of_idle_rules(contents.names, asked)
@@ -80,7 +80,7 @@ def _follow_request(targets: Sequence[LeafTarget], contents: Contents, request: 
         if target.name in placed:
             target.sharding, target.as_numpy, target.is_explicit = placed[target.name], False, True
         elif asked.moves_numpy and asked.mesh is not None:
-            target.as_numpy = False  # JAX cannot hold it: it becomes one again, with a warning
+            target.as_numpy = False  # JAX cannot hold it: `_keep_on_host` undoes this, with a warning
 
 
 def _as_placeable(target: LeafTarget, *, keep_memory: bool) -> PlaceableLeaf:
@@ -92,22 +92,22 @@ def _as_placeable(target: LeafTarget, *, keep_memory: bool) -> PlaceableLeaf:
 
 
 def _keep_memory(target: LeafTarget, kind: str) -> None:
-    """Put a leaf that no argument places into the memory of the default device that it was saved from."""
+    """Put a leaf that no argument places into memory of the kind that it was saved from, on the default device."""
     device = default_device(_config.jax_default_device)
     if has_memory([device], kind):
         target.sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
 
 
-class Boxes(msgspec.Struct, frozen=True):
-    """What the devices of this process hold of an array.
+class DeviceBoxes(msgspec.Struct, frozen=True):
+    """The boxes of an array that the devices of this process get.
 
-    regions   the distinct boxes, as they are read; None for the whole array
+    boxes     the distinct boxes, as they are read; None for the whole array
     devices   the devices, in the order of the sharding
-    numbers   for each of them the number of its box
-    cuts      if the whole array is read and holds several boxes: what each of them is of it
+    numbers   the number of the box of each device
+    cuts      the slices of each box, if the whole array is read for several boxes
     """
 
-    regions: list[Box] | None
+    boxes: list[Box] | None
     devices: list[Any]
     numbers: list[int]
     cuts: list[tuple[slice, ...]] | None = None
@@ -122,43 +122,45 @@ def _assign_boxes(target: LeafTarget) -> None:
     nbytes = math.prod(entry.shape) * dtype_from_name(target.dtype).itemsize
     sharding = target.read_sharding or target.sharding
     boxes = _boxes(sharding, entry.logical_shape, entry.shape, nbytes <= _WORTH_READING_PARTS)
-    target.boxes, target.regions = boxes, boxes.regions
+    target.device_boxes, target.boxes = boxes, boxes.boxes
 
 
 @lru_cache(4096)
-def _boxes(sharding: Sharding, shape: tuple[int, ...], stored: tuple[int, ...], is_small: bool) -> Boxes:
-    """List the distinct boxes that this process's devices hold, and which device holds which.
+def _boxes(
+    sharding: Sharding, shape: tuple[int, ...], stored: tuple[int, ...], is_small: bool
+) -> DeviceBoxes:
+    """Return the distinct boxes of the devices of this process, and the box of each device.
 
-    `stored` is the shape of the numbers: PRNG keys have a few for each, which are never cut. If all of a small array
-    is needed here, it is read as one, and cut afterwards.
+    `stored` is the shape of the numbers: a PRNG key has a few numbers, which are never cut. If this process needs all
+    elements of a small array, the array is read as a whole, and cut afterwards.
     """
     numbers: dict[Box, int] = {}
     devices, held = [], []
     inner = stored[len(shape) :]
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         bounds = [s.indices(size)[:2] for s, size in zip(index or (), shape, strict=True)]
-        region = Box((*(a for a, _ in bounds), *(0 for _ in inner)), (*(b for _, b in bounds), *inner))
+        box = Box((*(a for a, _ in bounds), *(0 for _ in inner)), (*(b for _, b in bounds), *inner))
         devices.append(device)
-        held.append(numbers.setdefault(region, len(numbers)))
-    regions = list(numbers)
-    if regions == [Box.whole(stored)]:
-        return Boxes(None, devices, held)
-    if is_small and regions and sum(region.size for region in regions) == math.prod(stored):
-        return Boxes(None, devices, held, [region.slices for region in regions])
-    return Boxes(regions, devices, held)
+        held.append(numbers.setdefault(box, len(numbers)))
+    boxes = list(numbers)
+    if boxes == [Box.whole(stored)]:
+        return DeviceBoxes(None, devices, held)
+    if is_small and boxes and sum(box.size for box in boxes) == math.prod(stored):
+        return DeviceBoxes(None, devices, held, [box.slices for box in boxes])
+    return DeviceBoxes(boxes, devices, held)
 
 
 def _as_saved(target: LeafTarget) -> Sharding | None:
     """Return the sharding that a leaf was saved with, on the mesh that it goes to.
 
-    Returns None if it is the one that is wanted, or cannot be told; the answer is the same in every process.
+    Return None if this is the wanted sharding, or is not known. The answer is the same in every process.
     """
     saved, wanted = target.entry.sharding, target.sharding
     if saved is None or not isinstance(wanted, NamedSharding) or wanted.is_fully_addressable:
         return None
     if dict(wanted.mesh.shape) != saved.mesh or dtype_from_name(target.dtype) in PACKED:
         return None
-    if saved.memory_kind is not None or wanted.memory_kind not in (None, _default_memory(wanted)):
+    if saved.memory_kind is not None or wanted.memory_kind not in (None, default_memory(wanted)):
         return None
     found = NamedSharding(wanted.mesh, PartitionSpec(*saved.spec))
     return None if found.is_equivalent_to(wanted, len(target.entry.logical_shape)) else found
@@ -168,10 +170,10 @@ def _as_saved(target: LeafTarget) -> Sharding | None:
 
 
 def on_current_mesh(placement: PlacementRequest, like: Mapping[str, Any] | None) -> PlacementRequest:
-    """Return the request on the mesh of `jax.set_mesh`, if there is one and the request has none.
+    """Return the request on the mesh of `jax.set_mesh`, if one is set and the request has none.
 
-    A mesh with devices of other processes is used only if an argument needs a mesh: all of them have to call `load`
-    then, and a load that says nothing about places may be one process's own.
+    A mesh with devices of other processes is used only if an argument needs a mesh: then all these processes have to
+    call `load`, and a load without such an argument may be the call of a single process.
     """
     mesh = current_mesh() if placement.mesh is None else None
     if mesh is None:
@@ -183,7 +185,7 @@ def on_current_mesh(placement: PlacementRequest, like: Mapping[str, Any] | None)
 
 
 def current_mesh() -> jax.sharding.Mesh | None:
-    """Return the mesh of `jax.set_mesh`; None if there is none."""
+    """Return the mesh of `jax.set_mesh`; None if no mesh is set."""
     try:
         mesh: jax.sharding.Mesh = jax.sharding.get_mesh()
     except ValueError:  # inside of jit, where only an abstract mesh is current
@@ -207,7 +209,7 @@ def _needs_mesh(placement: PlacementRequest, like: Mapping[str, Any] | None) -> 
 
 
 def processes_of(placement: PlacementRequest, like: Mapping[str, Any] | None) -> set[int]:
-    """Return the processes whose devices a request names; empty unless this process and others are among them."""
+    """Return the processes whose devices a request names; empty unless they are this process and at least one more."""
     if placement.shardings is None and placement.mesh is None and not like:
         return set()
     shardings = {id(sharding): sharding for sharding in _requested(placement, like)}
@@ -245,11 +247,11 @@ def _devices(where: Any) -> Iterable[Any]:
 def _disjoint(sharding: Sharding, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Sharding | None:
     """Cut a sharding further, by axes of the mesh that it does not use, until no two processes hold the same box.
 
-    Returns None if that is not possible, not needed, or not worth it.
+    Return None if this is not possible, not needed, or not worth it.
     """
     if not isinstance(sharding, NamedSharding):
         return None
-    if sharding.memory_kind not in (None, _default_memory(sharding)):
+    if sharding.memory_kind not in (None, default_memory(sharding)):
         return None
     nbytes = dtype.itemsize * math.prod(sharding.shard_shape(shape))
     if nbytes < _WORTH_BROADCASTING or not _is_shared(sharding, shape) or dtype in PACKED:
@@ -285,16 +287,16 @@ def _is_shared(sharding: Sharding, shape: tuple[int, ...]) -> bool:
 
 @lru_cache
 def jax_holds(dtype: str, x64: bool) -> bool:  # noqa: ARG001  x64 is for the cache
-    """Tell whether JAX has this dtype. Without x64 it silently cuts 64 bits to 32; some dtypes it never has."""
+    """Tell whether JAX has this dtype. Without x64 it silently cuts 64 bits to 32; it lacks some other dtypes."""
     try:
         found: Any = jax.device_put(np.zeros(1, dtype_from_name(dtype)))
-    except Exception:  # noqa: BLE001  JAX raises several for dtypes that it or its compiler does not know
+    except Exception:  # noqa: BLE001  JAX raises errors of several types for dtypes that it or its compiler does not know
         return False
     return bool(found.dtype == dtype_from_name(dtype))
 
 
 def _keep_on_host(targets: Sequence[LeafTarget]) -> None:
-    """Make numpy arrays of leaves that JAX cannot hold as they are; refuse those that an argument puts on devices."""
+    """Make numpy arrays of leaves that JAX cannot hold unchanged; refuse leaves that an argument puts on devices."""
     refuse_on_devices((t.name, t.dtype, t.entry.shape) for t in targets if t.is_explicit)
     for target in targets:
         target.as_numpy = True
@@ -306,7 +308,7 @@ def _keep_on_host(targets: Sequence[LeafTarget]) -> None:
 
 
 def refuse_on_devices(leaves: Iterable[tuple[str, str, tuple[int, ...]]]) -> None:
-    """Raise a MismatchError that lists these leaves, by name, dtype and shape; return if there are none."""
+    """Raise a MismatchError that lists these leaves, by name, dtype and shape; do nothing without leaves."""
     problems = [f"leaf {name!r} is {dtype}{list(shape)}" for name, dtype, shape in leaves]
     if problems:
         raise MismatchError(
@@ -315,24 +317,7 @@ def refuse_on_devices(leaves: Iterable[tuple[str, str, tuple[int, ...]]]) -> Non
         )
 
 
-def accelerator_of(target: LeafTarget) -> Any:
-    """Return one of the target's devices if all of them are accelerators with memory of their own; None otherwise."""
-    return None if target.as_numpy else _accelerator(target.sharding, _config.jax_default_device)
-
-
-@lru_cache(1024)
-def _accelerator(sharding: Sharding | None, default: Any) -> Any:
-    if sharding is None:
-        devices = [default_device(default)]
-    elif sharding.memory_kind in (None, _default_memory(sharding)):
-        devices = list(sharding.addressable_devices)
-    else:
-        devices = []
-    if any(device.platform == "cpu" or takes_host_memory(device) for device in devices):
-        return None
-    return next(iter(devices), None)
-
-
-def _default_memory(sharding: Sharding) -> str:
+def default_memory(sharding: Sharding) -> str:
+    """Return the kind of memory that a device of the sharding uses by default."""
     device: Any = next(iter(sharding.device_set))
     return str(device.default_memory().kind)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eformer._engine.loading.fetch import check, prepare, raise_damage, together
+from eformer._engine.loading.fetch import check_pieces, prepare, raise_damage, together
 from eformer._engine.loading.read_plan import plan_reads
 from eformer._engine.record.check import is_whole
 from eformer._engine.record.dtypes import dtype_from_name
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 _LARGE_FILE = 2**20
-_MANY = 8  # files, from which on threads are worth their start
+_MANY = 8  # for fewer files, starting threads takes longer than asking for the lengths
 
 
 def nbytes_read(tree: TreeEntry, targets: Sequence[LeafTarget]) -> int:
-    """Return how many bytes `read` and `stream` read for the targets."""
+    """Return the number of bytes that a load reads for the targets."""
     wants = [target for target in targets if target.is_stored]
     return sum(read.nbytes for read in plan_reads(wants, tree))
 
 
-def read(
+def read_targets(
     found: Found,
     tree: TreeEntry,
     targets: Sequence[LeafTarget],
@@ -49,7 +49,7 @@ def read(
     mmap: bool = False,
     meter: Meter = SILENT,
 ) -> None:
-    """Read the stored arrays of targets into host memory; with `mmap` map those that can be mapped instead."""
+    """Read the stored arrays of targets into host memory; with `mmap`, map arrays instead where that is possible."""
     targets = [target for target in targets if target.is_stored]
     reading = Reading(found, tree, verify=verify, meter=meter)
     with closing(reading.files) as files:
@@ -61,8 +61,8 @@ def read(
 
 
 class Reading:
-    """Read targets of one tree, in several steps: `map`, or `tasks`, for some of them, `require_unwritten`;
-    then close the `files`."""
+    """Read targets of one tree. Call `map` or `tasks` for some targets at a time, then `require_unwritten`, then close
+    the `files`."""
 
     def __init__(self, found: Found, tree: TreeEntry, *, verify: bool, meter: Meter = SILENT) -> None:
         self.tree, self.verify, self.meter = tree, verify, meter
@@ -71,7 +71,7 @@ class Reading:
         self.claimed = [0] * len(tree.files)
 
     def map(self, targets: Sequence[LeafTarget], threads: int) -> Sequence[LeafTarget]:
-        """Map the targets that lie in their files as they are wanted; return the others, which have to be read."""
+        """Map the targets whose files hold the wanted bytes unchanged; return the targets that have to be read."""
         others, wants = [], []
         memory_of = cache(self.files.map)  # None for a file system that cannot map
         for target in targets:
@@ -83,7 +83,7 @@ class Reading:
                 wants.append(target)
         if self.verify:
             on_damage = partial(raise_damage, self.store.path_to)
-            check(wants, self.tree, self.files, threads, on_damage, self.meter)
+            check_pieces(wants, self.tree, self.files, threads, on_damage, self.meter)
         return others
 
     def tasks(
@@ -95,9 +95,9 @@ class Reading:
         end: Callable[[], None] | None = None,
         is_claimed: bool = False,
     ) -> list[Callable[[], None]]:
-        """Return tasks that carry out the reads of some targets; the last one to finish calls `end`.
+        """Return tasks that carry out the reads of some targets; the last task to finish calls `end`.
 
-        Large arrays are taken from `memory` while it lasts. Parts of a leaf that was claimed before need not be.
+        Large arrays are taken from `memory` while it lasts. `is_claimed` says that `claim` has counted their bytes.
         """
         needed = {read.file for read in reads}
         self.files.hold(needed)
@@ -124,7 +124,7 @@ class Reading:
         return in_turn([partial(fetching.carry_out, some) for some in groups], hand_over)
 
     def claim(self, target: LeafTarget) -> None:
-        """Count the bytes of a leaf that is then read in parts."""
+        """Count the bytes of a leaf that is read in parts afterwards."""
         self.require_space([(extent.file, extent.nbytes) for extent in target.entry.extents])
 
     def require_space(self, claims: Iterable[tuple[int, int]]) -> None:
@@ -139,13 +139,13 @@ class Reading:
 
 
 def require_unwritten(tree: TreeEntry, files: Files) -> None:
-    """Raise if a file was written to while it was read, and has no digests that would have shown it."""
+    """Raise if a file was written to while it was read, and has no digests that would detect this."""
     if not tree.has_digests and (name := files.rewritten()):
         raise FileNotFoundError(f"{name} was written to while it was being read")
 
 
 def require_boxes(targets: Iterable[LeafTarget]) -> None:
-    """Refuse targets of which a wanted box is not stored: nothing would be read into it."""
+    """Refuse targets with a wanted box that is not stored: its memory would stay uninitialised."""
     for target in targets:
         entry = target.entry
         stored = [entry.region_of(extent) for extent in entry.extents]
@@ -160,7 +160,7 @@ def require_boxes(targets: Iterable[LeafTarget]) -> None:
 def _require_length(
     tree: TreeEntry, targets: Sequence[LeafTarget], needed: Iterable[int], files: Files, threads: int
 ) -> None:
-    """Refuse large files that are shorter than their leaves, before memory is allocated for these."""
+    """Refuse large files that are shorter than their leaves, before memory is allocated for the leaves."""
     lengths = [file.nbytes for file in tree.files]
 
     def look(number: int) -> None:
@@ -192,14 +192,14 @@ def _mapped(
 ) -> list[Array] | None:
     """Return the arrays of the wanted boxes of a target, without reading them.
 
-    Returns None if one of them does not lie in a file unchanged, and aligned as XLA needs it: XLA aliases aligned
-    memory only, and copies anything else, which is slower than reading it.
+    Return None if a box does not lie in a file unchanged and aligned: XLA aliases aligned memory only, and copies other
+    memory, which is slower than reading.
     """
     found: list[Array] = []
     if target.dtype != target.entry.dtype:
         return None
-    for region in target.wanted:
-        array = _mapped_box(target, region, tree, memory_of)
+    for box in target.wanted:
+        array = _mapped_box(target, box, tree, memory_of)
         if array is None:
             return None
         found.append(array)
@@ -207,22 +207,22 @@ def _mapped(
 
 
 def _mapped_box(
-    target: LeafTarget, region: Box, tree: TreeEntry, memory_of: Callable[[int], Array | None]
+    target: LeafTarget, box: Box, tree: TreeEntry, memory_of: Callable[[int], Array | None]
 ) -> Array | None:
     entry, dtype = target.entry, dtype_from_name(target.entry.dtype)
     alignment = max(1 if target.as_numpy else ALIGNMENT, dtype.alignment)
     for extent in entry.extents:
-        before = offset_within(region, entry.region_of(extent))
-        if before is None or not region.size or is_whole(entry, extent):
+        before = offset_within(box, entry.region_of(extent))
+        if before is None or not box.size or is_whole(entry, extent):
             continue
         start = tree.files[extent.file].header_nbytes + extent.offset + before * dtype.itemsize
         memory = memory_of(extent.file)
         if memory is None or start % alignment:
             return None
-        if start + region.size * dtype.itemsize > len(memory):
+        if start + box.size * dtype.itemsize > len(memory):
             raise CorruptionError(
                 f"leaf {target.name!r}: {tree.path_of(extent.file)} was cut short: it ends after {len(memory)} "
                 "bytes; restore the file from a copy, or load an older checkpoint"
             )
-        return np.ndarray(region.shape, dtype, memory, start)
+        return np.ndarray(box.shape, dtype, memory, start)
     return None

@@ -1,4 +1,4 @@
-"""Plan which bytes of which files to read for the boxes of leaves that are wanted. Pure: reads nothing."""
+"""Plan the bytes to read, of each file, for the wanted boxes of leaves. Pure: reads nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
     from eformer._engine.record.manifest import Coding, Extent, LeafEntry, TreeEntry
 
-# One read is one system call's worth: large enough for the disk, small enough to stay in the processor's cache.
+# One read is one system call: large enough for the disk, small enough to stay in the processor's cache, where its
+# digests are computed.
 READ_BYTES = 4 * 2**20
 
 # Boxes of a leaf up to this size are read together with their neighbours in the file, and then copied into place.
@@ -37,26 +38,26 @@ _SMALL_BOX = 2**16
 
 
 class Want(Struct, gc=False):
-    """A leaf that is wanted: its record, its dtype after a cast, and the wanted boxes; None for the whole leaf."""
+    """A wanted leaf: its record, its dtype after a cast, and the wanted boxes; None for the whole leaf."""
 
     name: str
     entry: LeafEntry
     dtype: str
-    regions: Sequence[Box] | None = None
+    boxes: Sequence[Box] | None = None
 
     @property
     def wanted(self) -> Sequence[Box]:
         """Return the wanted boxes, as a list for the whole leaf as well."""
-        return [Box.whole(self.entry.shape)] if self.regions is None else self.regions
+        return [Box.whole(self.entry.shape)] if self.boxes is None else self.boxes
 
 
 class StoredPiece(Struct, frozen=True, gc=False):
     """A piece of a leaf as it lies in a file.
 
-    want      number of the want that it belongs to
-    region    box of the leaf that the piece is; None for the whole leaf, and where `at` says all
+    want      number of its want
+    box       box of the leaf that the piece holds; None for the whole leaf, and if `at` is enough
     target    number of the wanted box that contains the piece
-    at        byte of that box where the piece goes unchanged; -1 if it has to be cut or cast, according to `region`
+    at        byte of the wanted box where the piece goes unchanged; -1 if it has to be cut or cast, according to `box`
     """
 
     file: int
@@ -64,7 +65,7 @@ class StoredPiece(Struct, frozen=True, gc=False):
     nbytes: int
     want: int
     digest: str
-    region: Box | None = None
+    box: Box | None = None
     target: int = 0
     at: int = -1
     coding: Coding | None = None
@@ -84,7 +85,7 @@ def plan_reads(
 ) -> list[Read]:
     """Return reads of about `read_bytes`, in file order, for the fewest pieces that cover the wants.
 
-    `is_packed` says that arrays will lie in memory one after the other, in the order of the wants, each of
+    `is_packed` says that arrays will lie in memory side by side, in the order of the wants, each taking
     `packed_nbytes`, so that neighbours can be read together.
     """
     found: list[StoredPiece] = []
@@ -100,29 +101,33 @@ def plan_reads(
                     found.append(StoredPiece(extent.file, start, extent.nbytes, index, extent.digests))
             elif extent.nbytes <= min(_SMALL_BOX, tree.block) and extent.region is not None:
                 found.extend(_small_box(index, want, extent, start))
-            elif extent.region is None and want.dtype == entry.dtype and (run := _run_of(want, tree.block)):
-                found.extend(_whole_pieces(index, entry, extent, start, tree.block, run))
+            elif (
+                extent.region is None
+                and want.dtype == entry.dtype
+                and (numbers := _piece_numbers(want, tree.block))
+            ):
+                found.extend(_whole_pieces(index, entry, extent, start, tree.block, numbers))
             else:
                 found.extend(_stored_pieces(index, want, extent, start, tree.block))
-    found.sort(key=attrgetter("offset"))  # one after the other: numbers compare quicker than pairs
+    found.sort(key=attrgetter("offset"))  # two sorts: numbers compare faster than pairs
     found.sort(key=attrgetter("file"))
     return list(_adjacent(found, read_bytes, wants if is_packed else ()))
 
 
 def packed_nbytes(nbytes: int) -> int:
-    """Return how much memory an array takes up: the next one is aligned."""
+    """Return the memory that an array takes up, so that the next array is aligned."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _run_of(want: Want, block: int) -> range | None:
-    """Return the numbers of the pieces that are wanted, if they are consecutive; None if they have to be cut."""
+def _piece_numbers(want: Want, block: int) -> range | None:
+    """Return the numbers of the wanted pieces, if they are consecutive and whole; None if pieces have to be cut."""
     entry = want.entry
     itemsize = dtype_from_name(entry.dtype).itemsize
-    if want.regions is None:
+    if want.boxes is None:
         return range(count_pieces(entry.shape, itemsize, block))
-    if len(want.regions) != 1:
+    if len(want.boxes) != 1:
         return None
-    (box,) = want.regions
+    (box,) = want.boxes
     before = offset_within(box, Box.whole(entry.shape))
     if before is None:
         return None
@@ -134,83 +139,85 @@ def _run_of(want: Want, block: int) -> range | None:
 
 @lru_cache(64)
 def _piece_ends(shape: tuple[int, ...], itemsize: int, block: int) -> tuple[int, ...]:
-    """Return where the pieces of an array end, after 0, where the first one begins."""
+    """Return the byte where the first piece of an array begins, which is 0, and the bytes where all pieces end."""
     return tuple(accumulate(piece_sizes(shape, itemsize, block), initial=0))
 
 
 def _whole_pieces(
-    index: int, entry: LeafEntry, extent: Extent, start: int, block: int, run: range
+    index: int, entry: LeafEntry, extent: Extent, start: int, block: int, numbers: range
 ) -> Iterator[StoredPiece]:
-    """Yield consecutive pieces of a leaf that are wanted unchanged."""
+    """Yield consecutive pieces of a leaf that go into its array unchanged."""
     ends = _piece_ends(entry.shape, dtype_from_name(entry.dtype).itemsize, block)
-    first = ends[run.start]
-    for number in run:
+    first = ends[numbers.start]
+    for number in numbers:
         digest = extent.digests[number * DIGEST_DIGITS : (number + 1) * DIGEST_DIGITS]
         at = ends[number]
         yield StoredPiece(extent.file, start + at, ends[number + 1] - at, index, digest, None, 0, at - first)
 
 
 def _small_box(index: int, want: Want, extent: Extent, start: int) -> Iterator[StoredPiece]:
-    box = want.entry.region_of(extent)
-    if extent.nbytes and (want.regions is None or any(box.overlap(region) for region in want.regions)):
-        yield StoredPiece(extent.file, start, extent.nbytes, index, extent.digests, box, -1)
+    stored = want.entry.region_of(extent)
+    if extent.nbytes and (want.boxes is None or any(stored.overlap(box) for box in want.boxes)):
+        yield StoredPiece(extent.file, start, extent.nbytes, index, extent.digests, stored, -1)
 
 
 def _coded(index: int, want: Want, extent: Extent, start: int) -> Iterator[StoredPiece]:
-    box = want.entry.region_of(extent)
-    if want.regions is None or any(box.overlap(region) for region in want.regions):
+    stored = want.entry.region_of(extent)
+    if want.boxes is None or any(stored.overlap(box) for box in want.boxes):
         yield StoredPiece(
-            extent.file, start, extent.nbytes, index, extent.digests, box, -1, -1, coding=extent.coding
+            extent.file, start, extent.nbytes, index, extent.digests, stored, -1, -1, coding=extent.coding
         )
 
 
 def _stored_pieces(index: int, want: Want, extent: Extent, start: int, block: int) -> Iterator[StoredPiece]:
     """Yield the pieces of an extent that overlap a wanted box."""
     entry = want.entry
-    box = entry.region_of(extent)
+    stored = entry.region_of(extent)
     itemsize = dtype_from_name(entry.dtype).itemsize
-    regions = want.wanted
+    boxes = want.wanted
     if is_whole(entry, extent):
-        if any(box.overlap(region) for region in regions):
-            yield StoredPiece(extent.file, start, extent.nbytes, index, extent.digests, box, -1)
+        if any(stored.overlap(box) for box in boxes):
+            yield StoredPiece(extent.file, start, extent.nbytes, index, extent.digests, stored, -1)
         return
-    wanted = [overlap for region in regions if (overlap := box.overlap(region))]
+    wanted = [overlap for box in boxes if (overlap := stored.overlap(box))]
     found = dict(
-        numbered for part in wanted for numbered in pieces_in(part.inside(box), box.shape, itemsize, block)
+        numbered
+        for part in wanted
+        for numbered in pieces_in(part.inside(stored), stored.shape, itemsize, block)
     )
-    for number, piece in zip(found, shifted(found.values(), box.start), strict=True):
-        before = offset_within(piece, box) or 0  # elements of the extent; a piece is one run of them
+    for number, piece in zip(found, shifted(found.values(), stored.start), strict=True):
+        before = offset_within(piece, stored) or 0  # elements of the extent, in which a piece is contiguous
         digest = extent.digests[DIGEST_DIGITS * number : DIGEST_DIGITS * (number + 1)]
-        target, at = _position(piece, regions, itemsize) if want.dtype == entry.dtype else (-1, -1)
+        target, at = _position(piece, boxes, itemsize) if want.dtype == entry.dtype else (-1, -1)
         nbytes = itemsize * piece.size
         yield StoredPiece(extent.file, start + before * itemsize, nbytes, index, digest, piece, target, at)
 
 
-def _position(piece: Box, regions: Sequence[Box], itemsize: int) -> tuple[int, int]:
+def _position(piece: Box, boxes: Sequence[Box], itemsize: int) -> tuple[int, int]:
     """Return the number of the box that the piece goes into unchanged, and the byte; (-1, -1) if it has to be cut."""
-    touched = [number for number, region in enumerate(regions) if piece.overlap(region)]
+    touched = [number for number, box in enumerate(boxes) if piece.overlap(box)]
     if len(touched) == 1:
-        before = offset_within(piece, regions[touched[0]])
+        before = offset_within(piece, boxes[touched[0]])
         if before is not None:
             return touched[0], before * itemsize
     return -1, -1
 
 
 def _go_together(a: StoredPiece, b: StoredPiece, packed: Sequence[Want]) -> bool:
-    """Tell whether two adjacent pieces can share a read: small leaves can, and pieces that are adjacent in memory."""
+    """Tell whether two adjacent pieces can share a read. Small leaves can, and pieces that are adjacent in memory."""
     if a.at < 0 or b.at < 0:
-        return a.at == b.at and (a.region is None) == (b.region is None)
+        return a.at == b.at and (a.box is None) == (b.box is None)
     if a.want == b.want:
         return a.target == b.target and a.at + a.nbytes == b.at
     end = a.at + a.nbytes
-    # Only the first box of an array begins where the array before it ends.
+    # Of an array with several boxes, only the first box lies beside the array before.
     is_next = a.want + 1 == b.want < len(packed) and b.target == b.at == 0
     return is_next and end == packed_nbytes(_nbytes(packed[a.want]))
 
 
 def _nbytes(want: Want) -> int:
-    """Return how much memory the array that is wanted takes."""
-    boxes = want.regions
+    """Return the bytes of the wanted array."""
+    boxes = want.boxes
     size = math.prod(want.entry.shape) if boxes is None else sum(box.size for box in boxes)
     return size * dtype_from_name(want.dtype).itemsize
 

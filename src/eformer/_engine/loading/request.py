@@ -1,4 +1,4 @@
-"""The arguments of a load, as records that every step reads and none changes; and the report of its result."""
+"""The arguments of a load, as frozen records that every step reads; and the report of its result."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from eformer._engine.formats.quantized import check_dequant
 from eformer._engine.record.dtypes import floating_dtype
+from eformer._engine.record.options import LoadOptions
 from eformer._engine.record.text import count, few, glance
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from eformer._engine.formats.found import Found
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.rename import Rule
-    from eformer._engine.stores.cache import Cached
     from eformer._engine.stores.keys import PublicKey
     from eformer._engine.tasks.progress import Progress
 
@@ -25,15 +25,18 @@ _ResizeOne = Callable[[Any, Any], Any]
 Resize = Callable[[Any, Any, str], Any] | Mapping[str, _ResizeOne] | Sequence[tuple[str, _ResizeOne]]
 
 
+_DEFAULT = LoadOptions()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRequest:
-    """Arguments of `load` that say where leaves go, plus options that only the documented doors use:
+    """Arguments of `load` that place leaves, and options of the documented doors:
 
     every_leaf         require `shardings` to name every leaf; raise KeyError otherwise
-    replicate          replicate leaves over the mesh if no argument and no record says where they go
+    replicate          replicate leaves over the mesh if no argument and no record places them
     moves_numpy        put numpy arrays on the mesh, too, if JAX can hold them
     rules_name         name of the caller's argument for the rules, used in messages
-    is_current_mesh    the mesh is that of `jax.set_mesh`, not an argument: it never makes a load fail
+    is_current_mesh    the mesh comes from `jax.set_mesh`, not from an argument: it never makes a load fail
     """
 
     mesh: Mesh | None = None
@@ -46,28 +49,31 @@ class PlacementRequest:
     is_current_mesh: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rules, (Mapping, type(None))):  # the first attempt would use up an iterator
+        if not isinstance(
+            self.rules, (Mapping, type(None))
+        ):  # a load may start again, and the first attempt would use up an iterator
             object.__setattr__(self, "rules", tuple(self.rules))
 
     @property
     def rule_pairs(self) -> Sequence[tuple[str, PartitionSpec]]:
-        """Return the rules as pairs, whether they were given as a dict or as pairs."""
+        """Return the rules as pairs."""
         return tuple(self.rules.items()) if isinstance(self.rules, Mapping) else self.rules or ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Arguments of `load`; `in_place` makes of `like` what `into` is. Plus options that only the documented doors use:
+    """Arguments of `load`, and options of runs and of the documented doors:
 
+    in_place       update the modules of `like` in place: the caller has passed it as `into`
     like_name      name of the caller's argument for `like`, used in messages
-    timeout_of     name of the caller's function that has the timeout, used in messages
+    timeout_of     name of the caller's options with the timeout, used in messages
     reshape        accept a leaf of another shape than in `like` if it has as many elements
     threads        number of threads that read; None for one per core, 2 to 16
     sha256         function that returns the recorded SHA-256 of leaves, which are checked before the load
-    transient      names of parts of `like` that start anew by themselves: leaves may be left out there, or stay
+    transient      names of subtrees of `like` that the program rebuilds: their leaves may be missing or left out
     is_list        several checkpoints are loaded as one
-    whole_of       function that makes of the checkpoint, a process's own part, the tree that it was cut from. Leaves
-                   are read with the sharding that they were saved with, then moved between the devices
+    whole_of       function that turns the own part of a process, a near step, into the tree that it was cut from.
+                   Leaves are read with the sharding of the save, then moved between the devices
     """
 
     like: Any = None
@@ -81,18 +87,15 @@ class Request:
     placement: PlacementRequest = field(default_factory=PlacementRequest)
     dtype: Any = None
     callback: Callable[[Any, str], Any] | None = None
-    batch: int | None = None
     verify: bool = True
     mmap: bool = False
     progress: Progress = None
-    broadcast: bool = False
-    timeout: float | None = None
-    cache: Cached = None
-    key: PublicKey | None = None
+    options: LoadOptions = _DEFAULT
+    signed_by: PublicKey | None = None
     dequant: Literal[False] | None = None
     duplicates: Literal["last"] | None = None
     like_name: str = "like"
-    timeout_of: str = "load"
+    timeout_of: str = "LoadOptions"
     reshape: bool = False
     threads: int | None = None
     sha256: Callable[[TreeEntry], Mapping[str, str]] | None = None
@@ -101,10 +104,6 @@ class Request:
     whole_of: Callable[[Found], Found] | None = None
 
     def __post_init__(self) -> None:
-        if self.batch is not None and self.batch <= 0:
-            raise ValueError(
-                f"a batch of {self.batch} arrays: batch must be positive, or None for all at once"
-            )
         if self.dequant is not None:
             check_dequant(self.dequant)
         if self.duplicates not in (None, "last"):
@@ -117,18 +116,18 @@ class Request:
         if not (alone := [name for name, is_given in needy.items() if is_given]):
             return
         needs = "needs" if len(alone) == 1 else "need"
-        trees = "template=, which says" if self.is_template else "like= or into=, which say"
-        raise ValueError(f"{' and '.join(alone)} {needs} {trees} what the tree should be")
+        trees = "template=, which gives" if self.is_template else "like= or into=, which give"
+        raise ValueError(f"{' and '.join(alone)} {needs} {trees} the structure and shapes of the tree")
 
     @property
     def is_template(self) -> bool:
-        """Tell whether a documented door asks, which has no `partial`, `root`, `rename` and `resize`."""
+        """Tell whether the caller is a documented door, which has no `partial`, `root`, `rename` and `resize`."""
         return self.like_name == "template"
 
     @property
     def could_be_list(self) -> bool:
-        """Tell whether the caller's function takes a list of paths, and got one path."""
-        return self.timeout_of == "load" and not self.is_template and not self.is_list
+        """Tell whether the caller has passed one path to a function that also takes a list."""
+        return self.timeout_of == "LoadOptions" and not self.is_template and not self.is_list
 
     @property
     def casts_like(self) -> bool:
@@ -137,7 +136,7 @@ class Request:
 
     @property
     def cast(self) -> str | None:
-        """Return the name of the dtype that all floating leaves are cast to; None if there is no such dtype."""
+        """Return the name of the dtype that all floating leaves are cast to; None without such a dtype."""
         return None if self.dtype is None or self.casts_like else floating_dtype(self.dtype)
 
 
@@ -146,10 +145,10 @@ class LoadReport:
     """List the leaves of a load by name, and where each came from.
 
     loaded      leaves from the checkpoint
-    kept        leaves that the checkpoint lacks, and that are those of `like`
+    kept        leaves from `like`, because the checkpoint lacks them
     left_out    leaves of the checkpoint that `like` lacks, or that a rule leaves out
     resized     loaded leaves that `resize` brought to the shape in `like`
-    code        functions, which a checkpoint does not hold, and that are those of `like`
+    code        functions from `like`, because a checkpoint does not hold functions
     """
 
     loaded: tuple[str, ...] = ()

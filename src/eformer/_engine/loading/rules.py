@@ -31,11 +31,11 @@ logger = logging.getLogger("eformer")
 class PlaceableLeaf:
     """The facts that decide where a leaf goes.
 
-    shape           as the user sees it
+    shape           shape that the user sees
     like            sharding that `like` asks for
     recorded        sharding at the time of the save
-    is_numpy        goes to a device only if an argument asks for it
-    is_host_only    JAX cannot hold it: if an argument puts it on a device, that is an error later
+    is_numpy        the leaf goes to a device only if an argument asks for it
+    is_host_only    JAX cannot hold the leaf; a later step refuses it if an argument puts it on a device
     """
 
     shape: tuple[int, ...]
@@ -52,10 +52,10 @@ def place(
     prefix: str | None = None,
     ignored: Collection[str] = (),
 ) -> tuple[dict[str, Sharding], dict[str, Callable[[Any], Any]]]:
-    """Return a sharding for every leaf that a request, `like` or a record is about, and functions for loaded arrays.
+    """Return a sharding for every leaf that a request, `like` or a record places, and functions for loaded arrays.
 
-    Shardings by name win over rules, rules over `like`, `like` over the record. Raises a MismatchError that lists all
-    leaves that cannot be placed. Names in the shardings may start with `prefix`, and may be those of `ignored` leaves.
+    Shardings by name win over rules, rules over `like`, `like` over the record. Raise a MismatchError that lists all
+    leaves that cannot be placed. Names in the shardings may start with `prefix`, and may name `ignored` leaves.
     """
     if request.rules is not None and request.mesh is None:
         raise ValueError(
@@ -96,7 +96,7 @@ def by_name(shardings: Any, leaves: Container[str], prefix: str | None = None) -
 
 
 def _leaf_name(name: str, leaves: Container[str], prefix: str | None) -> str:
-    # In a flat dict a whole path is one key, whose dots were escaped.
+    # A flat dict has whole names as keys, and `flatten` has escaped their dots.
     names = [name, name.replace("%2E", ".")]
     if prefix:
         names += [n.removeprefix(f"{start}.") for n in names for start in (prefix, escape(prefix))]
@@ -147,7 +147,7 @@ def _require_every_leaf(leaves: Mapping[str, PlaceableLeaf], named: Collection[s
 
 
 def _by_rules(leaves: Mapping[str, PlaceableLeaf], request: PlacementRequest) -> dict[str, Any]:
-    """Return the spec of the first rule that matches, by leaf. Scalars match none: they have no axis to cut."""
+    """Return the spec of the first rule that matches, by leaf. Scalars match no rule: they have no axis to cut."""
     patterns = [(_compiled(pattern, request.rules_name), spec) for pattern, spec in request.rule_pairs]
     if not patterns:
         return {}
@@ -156,7 +156,7 @@ def _by_rules(leaves: Mapping[str, PlaceableLeaf], request: PlacementRequest) ->
 
 
 def warn_of_idle_rules(names: Iterable[str], request: PlacementRequest) -> None:
-    """Log the rules whose pattern is in none of these names: most likely it is misspelled."""
+    """Log the rules that match none of these names: their pattern is probably misspelled."""
     keys = [_key(name) for name in names] if request.rules else []
     idle = [
         pattern
@@ -180,7 +180,7 @@ def _first_match(name: str, patterns: Sequence[tuple[re.Pattern[str], Any]]) -> 
 
 
 def _key(name: str) -> str:
-    """Return the name as rules see it."""
+    """Return the name in the form that rules match: its parts joined by "/"."""
     parts = split_name(name)
     return "/".join(map(unescape, parts) if "%" in name else parts)
 
@@ -189,14 +189,14 @@ def _key(name: str) -> str:
 
 
 def is_abstract(sharding: Any) -> bool:
-    """Tell whether a sharding says how to cut an array, but not over which devices."""
+    """Tell whether a sharding is on an `AbstractMesh`, which has axes but no devices."""
     return isinstance(getattr(sharding, "mesh", None), AbstractMesh)
 
 
 def _by_default(
     leaves: Mapping[str, PlaceableLeaf], request: PlacementRequest, fitted: _Fitted, problems: list[str]
 ) -> dict[str, Any]:
-    """Place leaves that nothing else places: with rules, replicate them; otherwise follow the record."""
+    """Place leaves that no argument places: with rules, replicate them; otherwise follow the record."""
     moved = {name: leaf for name, leaf in leaves.items() if not _stays_on_host(leaf, request)}
     if request.rules is not None:
         return dict.fromkeys(moved, PartitionSpec())
@@ -237,16 +237,16 @@ def _by_record(
 
 
 def has_memory(devices: Iterable[Any], kind: str) -> bool:
-    """Tell whether the devices of this process among these have memory of this kind."""
+    """Tell whether all of these devices that belong to this process have memory of this kind."""
     here = [device for device in devices if device.process_index == jax.process_index()]
     return all(kind in {memory.kind for memory in device.addressable_memories()} for device in here)
 
 
 class _Fitted:
-    """Returns the sharding for a spec, or the reason why it does not fit a shape: found once for all that are alike.
+    """Return the sharding for a spec, or the reason why it does not fit a shape. Compute each answer once.
 
-    Equal specs get one sharding, the same object for every shape: every array of a tree may have a sharding of its own,
-    and later steps tell by identity what is alike.
+    Equal specs get the same sharding object, for every shape: the arrays of a tree may each have an equal sharding of
+    their own, and later steps compare shardings by identity.
     """
 
     def __init__(self, mesh: Mesh | None) -> None:
@@ -254,7 +254,7 @@ class _Fitted:
         self.by_identity: dict[int, Sharding | str] = {}
         self.by_value: dict[Any, Sharding | str] = {}
         self.misfits: dict[tuple[int, tuple[int, ...]], str | None] = {}
-        self.specs: list[Any] = []  # kept alive, because they are told by identity
+        self.specs: list[Any] = []  # kept alive: a new object could get the id of a deleted spec
 
     def __call__(self, spec: Any, shape: tuple[int, ...]) -> Sharding | str:
         sharding = self.by_identity.get(id(spec))
@@ -276,7 +276,7 @@ class _Fitted:
 
 
 def _sharding_or_problem(spec: Any, mesh: Mesh | None) -> Sharding | str:
-    """Return the sharding for a spec, or the reason why there is none."""
+    """Return the sharding for a spec, or the reason why the spec needs a mesh."""
     if isinstance(spec, PartitionSpec):
         if mesh is None:
             return f"{spec} needs a mesh=, or the mesh of jax.set_mesh"
@@ -292,7 +292,7 @@ def _sharding_or_problem(spec: Any, mesh: Mesh | None) -> Sharding | str:
 def _named(mesh: Mesh, spec: Any, memory_kind: str | None = None) -> Sharding | str:
     try:
         return NamedSharding(mesh, spec, memory_kind=memory_kind)
-    except Exception as error:  # noqa: BLE001  JAX raises its own for unknown axes and axes named twice
+    except Exception as error:  # noqa: BLE001  JAX raises errors of several types for unknown and repeated axes
         return _does_not_fit(spec, error)
 
 
@@ -302,7 +302,7 @@ def _misfit(sharding: Sharding, shape: tuple[int, ...]) -> str | None:
         return f"{sharding.spec} does not fit: it is for {len(sharding.spec)} axes, the leaf has {len(shape)}"
     try:
         sharding.shard_shape(shape)
-    except Exception as error:  # noqa: BLE001  JAX raises its own for sizes that do not divide
+    except Exception as error:  # noqa: BLE001  JAX raises errors of several types for sizes that do not divide
         return _does_not_fit(getattr(sharding, "spec", sharding), error)
     return None
 

@@ -1,4 +1,4 @@
-"""Select the leaves to load, compare them with `like`, and describe what each of them is to become."""
+"""Compare the selected leaves with `like`, and describe the array or value that each becomes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from eformer._engine.loading.request import LoadReport
 from eformer._engine.loading.rules import PartitionSpec
 from eformer._engine.record.dtypes import DTYPES, is_floating
 from eformer._engine.record.manifest import LeafEntry
-from eformer._engine.record.names import readable, resolve, split_name, with_nearest
+from eformer._engine.record.names import readable, split_name, with_nearest
 from eformer._engine.record.text import few
 from eformer._engine.record.values import LeftToCode, value_from_json
 from eformer._engine.trees.nodes import is_code
@@ -32,59 +32,42 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from eformer._engine.loading.contents import Contents
-    from eformer._engine.loading.placement import Boxes
+    from eformer._engine.loading.placement import DeviceBoxes
     from eformer._engine.loading.request import Request, Resize
 
 T = TypeVar("T")
 
 _Cast = Callable[[Any], str | None]
 
-_CASTS = '; dtype="like" casts it'  # whatever `dtype` is now: "like" never leads here
+_CASTS = '; dtype="like" casts it'  # never wrong: with dtype="like" no dtype of a floating leaf differs
 
 _ARRAYS = (jax.ShapeDtypeStruct, jax.Array, np.ndarray)
 
 logger = logging.getLogger("eformer")
 
 
-def select(contents: Contents, keys: Collection[str] | None, *, is_list: bool = False) -> dict[str, None]:
-    """Return the names of the leaves that `keys` name, match or lie above, in the order of the tree; all for None.
-
-    In the merged leaves of a list, a subtree may be nested in one checkpoint, and in another flat, with dots in keys.
-    """
-    names = dict.fromkeys(contents.names)
-    if keys is None:
-        return names
-    chosen, problems = resolve(keys, names)
-    if problems:
-        raise MismatchError(problems, context="keys")
-    if not is_list:
-        return chosen
-    subtrees = tuple(f"{key}." for key in keys)
-    return {name: None for name in names if name in chosen or readable(name).startswith(subtrees)}
-
-
 class LeafTarget(Want, gc=False):
-    """A leaf on its way: what is stored and wanted of it, what it is to become, and where it goes.
+    """A leaf on its way from the checkpoint to the tree: its wanted boxes, its final form and its place.
 
     sharding         where the array goes; None for the default device, or for host memory if `as_numpy`
     is_explicit      an argument asks for the sharding
-    transform        function of the caller, from `shardings`, to call on the loaded array
-    regions          the wanted boxes are distinct, and those that this process reads
-    boxes            which devices of this process hold which of them
-    arrays           host memory of the regions, once they are read
-    new_shape        shape to change to, if it is another than the stored one
+    transform        the caller's function from `shardings`, to call on the loaded array
+    boxes            the distinct boxes that this process reads
+    device_boxes     the box of each device of this process
+    arrays           host memory of the boxes, once they are read
+    new_shape        shape to change to, if it differs from the stored shape
     read_sharding    sharding to read with before the array is broadcast: no two processes hold the same box
     like_scalar      the leaf of `like`, if the array becomes a plain number in the end
-    is_stored        False for a plain value that becomes an array, and for an array that rules make of others
-    resize           function of the caller that makes an array of `new_shape` of the stored one
-    is_weak          the array is to be weakly typed, as `jnp.asarray(1.0)` is
+    is_stored        False for a plain value that becomes an array, and for an array that rules compute
+    resize           the caller's function that makes an array of `new_shape` of the stored array
+    is_weak          the array gets a weak type, as `jnp.asarray(1.0)` has
     """
 
     sharding: Any = None
     as_numpy: bool = False
     is_explicit: bool = False
     transform: Callable[[Any], Any] | None = None
-    boxes: Boxes | None = None
+    device_boxes: DeviceBoxes | None = None
     arrays: Sequence[Any] = ()
     new_shape: tuple[int, ...] | None = None
     read_sharding: Any = None
@@ -95,13 +78,13 @@ class LeafTarget(Want, gc=False):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape that the user sees."""
+        """Return the shape that the caller sees."""
         return self.entry.logical_shape if self.new_shape is None else self.new_shape
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What a load does with the leaves of the checkpoint and of `like`.
+    """The leaves of the checkpoint and of `like`, by their part in a load.
 
     targets    arrays to make
     values     plain values to return
@@ -117,7 +100,7 @@ class Selection:
     left_out: tuple[str, ...] = ()
 
     def report(self, dropped: Iterable[str]) -> LoadReport:
-        """List the leaves. Rules have `dropped` others before."""
+        """Return the report of the load. Rules have `dropped` leaves before the selection."""
         return LoadReport(
             loaded=(*(target.name for target in self.targets), *self.values),
             kept=tuple(self.kept),
@@ -130,9 +113,9 @@ class Selection:
 def compare(
     contents: Contents, names: Mapping[str, None], request: Request, like: Mapping[str, Any] | None
 ) -> Selection:
-    """Compare the selected leaves with `like`, and describe what each of them is to become.
+    """Compare the selected leaves with `like`, and describe the array or value that each becomes.
 
-    Raises a MismatchError that lists every difference.
+    Raise a MismatchError that lists every difference.
     """
     values: Mapping[str, Any] = {
         name: value_from_json(raw) for name, raw in contents.raw_values.items() if name in names
@@ -167,7 +150,7 @@ def compare(
 
 
 def _is_left_to_code(leaf: Any, value: Any, is_stored: bool) -> bool:
-    """Tell whether a leaf of `like` belongs to the code, and the checkpoint holds nothing of it, or the name."""
+    """Tell whether a leaf of `like` is a function, of which the checkpoint has nothing, or only the name."""
     return is_code(leaf) and (not is_stored or isinstance(value, LeftToCode))
 
 
@@ -180,7 +163,7 @@ def _without(mapping: Mapping[str, T], names: Collection[str]) -> Mapping[str, T
 
 
 def _cast_of(request: Request) -> _Cast:
-    """Return a function of a leaf of `like` that gives the dtype to cast a floating array to; None for no cast."""
+    """Return a function that returns, for a leaf of `like`, the dtype to cast a floating array to; None for no cast."""
     if request.casts_like:
         return _floating_dtype_of
     cast = request.cast
@@ -188,7 +171,7 @@ def _cast_of(request: Request) -> _Cast:
 
 
 def _floating_dtype_of(leaf: Any) -> str | None:
-    """Return the name of the leaf's dtype if that is floating; None for other dtypes and for leaves without one."""
+    """Return the name of the leaf's dtype if it is floating; None for other dtypes and for leaves without a dtype."""
     dtype = _dtype_name(leaf.dtype) if _has_shape(leaf) else ""
     return dtype if is_floating(dtype) else None
 
@@ -196,7 +179,7 @@ def _floating_dtype_of(leaf: Any) -> str | None:
 def _targets(
     contents: Contents, names: Mapping[str, None], like: Mapping[str, Any], request: Request
 ) -> list[LeafTarget]:
-    """Describe the arrays among the leaves, as they are stored, or in the dtype that they are cast to."""
+    """Describe the arrays among the leaves, in their stored dtype or the dtype that they are cast to."""
     entries, computed = contents.arrays, contents.computed
     cast = None if request.dtype is None else _cast_of(request)
     targets = []
@@ -207,7 +190,7 @@ def _targets(
             target = LeafTarget(name, entry, dtype, as_numpy=entry.home == "numpy")
             target.is_stored = name not in computed
             if entry.home == "weak":
-                target.is_weak = dtype == entry.dtype  # a cast makes it strong
+                target.is_weak = dtype == entry.dtype  # a cast gives it a strong type
             targets.append(target)
     return targets
 
@@ -216,7 +199,7 @@ def _targets(
 
 
 def _change_shapes(targets: Iterable[LeafTarget], like: Mapping[str, Any], request: Request) -> None:
-    """Mark arrays of another shape than in `like` to be resized by the caller's function, or reshaped."""
+    """Mark arrays whose shape differs from `like`, to be resized by the caller's function or reshaped."""
     if request.resize is None and not request.reshape:
         return
     for target in targets:
@@ -248,7 +231,7 @@ def _resize_of(name: str, leaf: Any, resize: Resize | None) -> Callable[[Any], A
 def _values_as_arrays(
     values: Mapping[str, Any], like: Mapping[str, Any], cast: _Cast
 ) -> Iterable[LeafTarget]:
-    """Yield targets for the plain numbers that are arrays without axes in `like`."""
+    """Yield targets for the plain numbers whose leaf in `like` is an array without axes."""
     for name, value in values.items():
         if _has_shape(leaf := like[name]) and not is_scalar(leaf):
             dtype = _dtype_name(leaf.dtype)
@@ -257,7 +240,7 @@ def _values_as_arrays(
 
 
 def _imitate(target: LeafTarget, leaf: Any, *, has_mesh: bool) -> None:
-    """Make the target the kind of array or number that the leaf of `like` is, and place it likewise."""
+    """Give the target the kind and the place of the leaf of `like`."""
     if isinstance(leaf, (Sharding, PartitionSpec)):
         target.as_numpy, target.sharding, target.is_explicit = False, leaf, True
     elif is_scalar(leaf):
@@ -284,7 +267,7 @@ def _other_leaves(
     like: Collection[str],
     request: Request,
 ) -> Iterable[str]:
-    """Yield what is wrong with leaves that are only in the checkpoint or only in `like`."""
+    """Yield the problems of leaves that are only in the checkpoint or only in `like`."""
     there = request.like_name
     if not request.partial:
         for name, hint in with_nearest(missing, names):
@@ -301,7 +284,7 @@ def _other_leaves(
 
 
 def _why_without_value(leaf: Any) -> str | None:
-    """Say why a leaf of `like` cannot stay as it is; None if it can."""
+    """Return the reason why a leaf of `like` cannot stay as it is; None if it can."""
     if isinstance(leaf, jax.Array):
         return (
             "an array that was deleted, probably donated to a jitted function" if leaf.is_deleted() else None
@@ -330,7 +313,10 @@ def _mismatches(
 
 
 def _is_alike(target: LeafTarget, leaf: Any) -> bool:
-    """Tell in the most frequent case that there is no mismatch: both are arrays of numbers, and alike."""
+    """Return True if both are arrays of numbers and alike, which is the most frequent case and checked quickly.
+
+    False means that a mismatch is possible.
+    """
     if not isinstance(leaf, _ARRAYS) or target.entry.key or target.new_shape is not None:
         return False
     return leaf.shape == target.entry.shape and _dtype_name(leaf.dtype) == target.dtype
@@ -347,7 +333,7 @@ def _array_mismatch(target: LeafTarget, leaf: Any, request: Request) -> Iterable
         found += f", which dtype= casts to {dtype}"
     if not _has_shape(leaf):
         kind = None if target.shape or target.entry.key else kind_of_dtype(target.dtype)
-        if kind is None or kind is not kind_of(leaf):
+        if kind is None or kind is not kind_of_number(leaf):
             yield f"leaf {target.name!r}: expected {_plain_text(leaf)}, found {found}"
         return
     expected = _array_text(_dtype_name(leaf.dtype), tuple(leaf.shape))
@@ -377,7 +363,7 @@ def _value_mismatch(name: str, value: Any, leaf: Any, cast: _Cast) -> Iterable[s
     elif leaf.shape or as_array(value, _dtype_name(leaf.dtype), cast(leaf)) is None:
         dtype, is_python = _dtype_name(leaf.dtype), not isinstance(value, np.generic)
         expected = _array_text(dtype, leaf.shape)
-        same_kind = kind_of(value) is kind_of_dtype(dtype) is not None
+        same_kind = kind_of_number(value) is kind_of_dtype(dtype) is not None
         why = f", which {dtype} cannot hold exactly" if same_kind and is_python and not leaf.shape else ""
         how = _CASTS if same_kind and is_floating(dtype) and not leaf.shape else ""
         yield f"leaf {name!r}: expected {expected}, {found}{why}{how}"
@@ -386,12 +372,14 @@ def _value_mismatch(name: str, value: Any, leaf: Any, cast: _Cast) -> Iterable[s
 def _advice(
     missing: Mapping[str, Any], unexpected: Collection[str], names: Collection[str], request: Request
 ) -> str:
-    """Say which arguments of `load` would help if leaves have other names, or are only on one side."""
+    """Name the arguments of `load` that would help if leaves have other names, or are only on one side."""
     if not (missing or unexpected) or request.is_template:
         return ""
     advice = []
     root, number = _best_root(missing, names)
-    if root and not request.is_list:  # a root in one checkpoint would drop the leaves of the others
+    if (
+        root and not request.is_list
+    ):  # a root in one checkpoint would drop the leaves of the other checkpoints
         advice.append(f"root={root!r} would find {number:,} of the {len(missing):,} missing leaves")
     elif missing and unexpected:
         advice.append("rename= gives leaves of the checkpoint other names")
@@ -405,7 +393,7 @@ def _advice(
 
 
 def _best_root(missing: Collection[str], names: Collection[str]) -> tuple[str, int]:
-    """Return the root below which the checkpoint has the most of the missing leaves, and how many; ("", 0) for none."""
+    """Return the root with the most of the missing leaves below it, and their number; ("", 0) without such a root."""
     ends = set(missing)
     found = Counter[str]()
     for name in names:
@@ -429,7 +417,7 @@ def _array_text(dtype: str, shape: tuple[int, ...]) -> str:
 
 
 def _has_shape(leaf: Any) -> bool:
-    """Tell arrays, descriptions of arrays and numpy scalars from other leaves."""
+    """Return True for arrays, descriptions of arrays and numpy scalars."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
@@ -449,13 +437,13 @@ def key_dtype(generator: str) -> Any:
 
 # -------------------------------------------------------------------------------------------- scalars
 #
-# Plain numbers, numpy scalars and arrays without axes become each other, as `like` has them.
+# Plain numbers, numpy scalars and arrays without axes become each other: `like` decides.
 
-_KINDS = (bool, int, float, complex)  # in this order: a bool is an int, too
+_KINDS = (bool, int, float, complex)  # bool before int, because a bool is an int, too
 
 
-def kind_of(number: Any) -> type | None:
-    """Return bool, int, float or complex for a number, None for anything else."""
+def kind_of_number(number: Any) -> type | None:
+    """Return bool, int, float or complex for a number, None for other values."""
     if isinstance(number, np.generic):
         return kind_of_dtype(number.dtype.name)
     return next((kind for kind in _KINDS if isinstance(number, kind)), None)
@@ -469,20 +457,20 @@ def kind_of_dtype(name: str) -> type | None:
 
 
 def is_scalar(leaf: Any) -> bool:
-    """Tell plain numbers and numpy scalars from arrays, including arrays without axes."""
+    """Return True for plain numbers and numpy scalars, False for arrays, also for arrays without axes."""
     return isinstance(leaf, (*_KINDS, np.generic))
 
 
 def as_array(value: Any, dtype: str, cast: str | None = None) -> np.ndarray[Any, Any] | None:
     """Convert a number to an array without axes; return None if `dtype` is of another kind or cannot hold the number.
 
-    A numpy scalar must have this dtype already. `cast` is the dtype that floating numbers may be rounded to.
+    A numpy scalar must already have this dtype. `cast` is the dtype that floating numbers may be rounded to.
     """
     if isinstance(value, np.generic):
         own = value.dtype.name
         own = cast if cast and is_floating(own) else own
         return np.asarray(value).astype(DTYPES[dtype]) if own == dtype else None
-    kind = kind_of(value)
+    kind = kind_of_number(value)
     if kind is None or kind is not kind_of_dtype(dtype):
         return None
     try:
@@ -496,19 +484,19 @@ def as_array(value: Any, dtype: str, cast: str | None = None) -> np.ndarray[Any,
 
 
 def as_scalar(array: Any, leaf: Any) -> Any:
-    """Convert an array without axes to a number of the same type as `leaf`; return anything else unchanged."""
+    """Convert an array without axes to a number of the same type as `leaf`; return other values unchanged."""
     if not is_scalar(leaf) or not isinstance(array, np.ndarray) or array.shape:
         return array
     return array.astype(leaf.dtype)[()] if isinstance(leaf, np.generic) else array.item()
 
 
 def fitted(value: Any, leaf: Any, cast: str | None = None) -> Any:
-    """Convert a stored value to the type of the plain `leaf`; return None if that is of another kind or too small."""
+    """Convert a stored value to the type of the plain `leaf`; None if the type is of another kind or too small."""
     if isinstance(leaf, np.generic):
         array = as_array(value, leaf.dtype.name, cast)
         return None if array is None else array[()]
-    if (kind := kind_of(leaf)) is None:
+    if (kind := kind_of_number(leaf)) is None:
         return value if type(value) is type(leaf) else None
-    if kind_of(value) is not kind:
+    if kind_of_number(value) is not kind:
         return None
     return value.item() if isinstance(value, np.generic) else value

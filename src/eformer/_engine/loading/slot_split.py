@@ -1,8 +1,8 @@
 """Move many leaves to an accelerator by one transfer: a compiled program cuts the bytes of a slot into arrays there.
 
-Starting a transfer for each leaf takes several times as long as the transfer of 2 MB, and every start waits for the
-interpreter lock. A program is compiled for each sequence of leaves that fills several slots, in the background: until
-it is there, leaves are moved one by one.
+Starting a transfer takes several times as long as the transfer of 2 MB, and each start waits for the interpreter lock.
+A program is compiled in the background for each sequence of leaves that fills several slots. Until it is compiled,
+leaves are moved one by one.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
     from eformer._engine.loading.select import LeafTarget
 
-_lax: Any = jax.lax  # not all of it has types
+# These are partly without types.
+_lax: Any = jax.lax
 _jit: Any = jax.jit
 _described: Any = jax.ShapeDtypeStruct
 
-_LEAST_LEAVES = 4  # in a slot: fewer are moved as quickly one by one
-_MOST_LEAVES = 128  # of a program, which takes about 2 ms to compile for each
-_LEAST_SLOTS = 4  # with the same leaves, from which on a program is worth compiling
-_MOST_PROGRAMS = 8  # begun by one load
+_LEAST_LEAVES = 4  # in a slot: fewer leaves are moved as quickly one by one
+_MOST_LEAVES = 128  # in a program, which takes about 2 ms to compile for each leaf
+_LEAST_SLOTS = 4  # with the same leaves: for fewer slots, compiling a program takes longer than it saves
+_MOST_PROGRAMS = 8  # begun by one load: compiling takes cores from reading
 
-Kinds = tuple[
-    tuple[tuple[int, ...], str, int], ...
-]  # shape, dtype and sharding of each leaf, told by its identity
+# Shape and dtype of each leaf, and the id of its sharding: equal kinds can use one program.
+Kinds = tuple[tuple[tuple[int, ...], str, int], ...]
 
 
 class Slice(NamedTuple):
@@ -55,8 +55,8 @@ class Slice(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The bytes of a slot on their way to a device, the program that cuts them into arrays there, and the targets of
-    the slot that the program does not make."""
+    """The bytes of a slot on their way to a device, the program that cuts them into arrays there, and the leaves of the
+    slot that the program does not make."""
 
     data: Any
     names: Sequence[str]
@@ -64,7 +64,7 @@ class Sent(NamedTuple):
     others: Sequence[LeafTarget]
 
     def cut(self) -> dict[str, Any]:
-        """Return the arrays by name. The bytes must have arrived, see `Transfer`."""
+        """Return the arrays by name. Wait for the bytes in the same thread before, see `Transfer`."""
         return dict(zip(self.names, self.program(self.data), strict=True))
 
 
@@ -75,19 +75,21 @@ class Split:
         self, targets: Sequence[LeafTarget], others: Sequence[LeafTarget], default: Any, x64: bool
     ) -> None:
         self.targets, self.others, self.x64 = targets, others, x64
-        boxes = targets[0].boxes
+        boxes = targets[0].device_boxes
         self.device, self.is_committed = (default, False) if boxes is None else (boxes.devices[0], True)
 
     def send(self, memory: np.ndarray[Any, Any]) -> Sent | None:
-        """Begin to move the leaves, which were read into `memory`. Return None if the program is not there yet."""
+        """Begin to move the leaves, which were read into `memory`. Return None if the program is not compiled yet."""
         slices = _slices(self.targets, memory)
         if slices is None:
             return None
         made = _program(slices, self.device, self.is_committed, self.x64)
-        if not made.done() or made.exception() is not None:
+        if (
+            not made.done() or made.exception() is not None
+        ):  # never waits: moving one by one is faster than compiling
             return None
         data = memory[: slices[-1].stop]
-        data.flags.writeable = False
+        data.flags.writeable = False  # JAX may read the memory until the transfer ends
         (there,) = put_on([data], [self.device]) if self.is_committed else put_on_default([data])
         return Sent(there, [target.name for target in self.targets], made.result(), self.others)
 
@@ -95,7 +97,8 @@ class Split:
 def splits_of(
     groups: Sequence[Sequence[LeafTarget]], block: int, default: Any, *, x64: bool
 ) -> list[Split | None]:
-    """Tell for each group of leaves that share a slot what of it a program could make, if one is worth compiling.
+    """Return, for each group of leaves that share a slot, the leaves that a program makes; None if no program is worth
+    compiling.
 
     Leaves of up to `block` bytes are not read into slots. `default` is the device of leaves without a sharding.
     """
@@ -114,17 +117,20 @@ def splits_of(
 
 
 def _kinds(targets: Sequence[LeafTarget]) -> Kinds | None:
-    """Return what the program for these leaves depends on, or None if there can be none."""
+    """Return the facts that the program for these leaves depends on; None if one program cannot make them."""
     if not _LEAST_LEAVES <= len(targets) <= _MOST_LEAVES:
         return None
-    if len({None if target.boxes is None else target.boxes.devices[0] for target in targets}) > 1:
+    if (
+        len({None if target.device_boxes is None else target.device_boxes.devices[0] for target in targets})
+        > 1
+    ):
         return None
     return tuple((target.entry.shape, target.dtype, id(target.sharding)) for target in targets)
 
 
 def _can_be_split(target: LeafTarget, block: int) -> bool:
-    """Tell whether the array is the bytes of the leaf as they lie in a slot, on one device."""
-    boxes, entry = target.boxes, target.entry
+    """Tell whether the array has the bytes of the leaf as they lie in a slot, and is on one device."""
+    boxes, entry = target.device_boxes, target.entry
     is_on_one = boxes is None or (boxes.is_one_each and not boxes.cuts)
     is_plain = not entry.key and not target.is_weak and _is_bits(target.dtype)
     return is_on_one and is_plain and entry.nbytes > block
@@ -138,7 +144,7 @@ def _is_bits(name: str) -> bool:
 
 
 def _slices(targets: Sequence[LeafTarget], memory: np.ndarray[Any, Any]) -> tuple[Slice, ...] | None:
-    """Return where the targets are in memory; None if one is elsewhere, or is a part of its leaf."""
+    """Return the position of each leaf in memory; None if a leaf is elsewhere, or was not read as a whole."""
     start, room, slices = _address(memory), memory.nbytes, []
     for target in targets:
         (array,) = target.arrays
@@ -155,7 +161,7 @@ def _address(array: np.ndarray[Any, Any]) -> int:
 
 
 def _program(slices: tuple[Slice, ...], device: Any, is_committed: bool, x64: bool) -> Future[Any]:
-    """Begin to compile a program that makes arrays of the slices of a slot."""
+    """Begin to compile a program that makes arrays of the bytes of a slot."""
     return program(_lowered, slices, place_of(device, is_committed=is_committed), device=device, x64=x64)
 
 
@@ -168,7 +174,8 @@ def _lowered(slices: tuple[Slice, ...], place: Any) -> Any:
 
 
 def _array(data: Any, part: Slice) -> Any:
-    """Make an array of some bytes. They become integers first: XLA may compute with floats, which changes nans."""
+    """Make an array of some bytes. They become integers first: XLA may compute with floats, which changes the bits of a
+    nan."""
     inner = (part.dtype.itemsize,) if part.dtype.itemsize > 1 else ()
     found = _lax.reshape(_lax.slice(data, (part.offset,), (part.stop,)), (*part.shape, *inner))
     bits = _lax.bitcast_convert_type(found, bits_of(part.dtype))

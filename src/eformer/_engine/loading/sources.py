@@ -23,7 +23,7 @@ from eformer._engine.loading.fetch import aligned, fetch
 from eformer._engine.loading.read import nbytes_read, require_unwritten
 from eformer._engine.loading.read_plan import Want, plan_reads
 from eformer._engine.loading.rules import PartitionSpec
-from eformer._engine.loading.select import is_scalar, kind_of, kind_of_dtype
+from eformer._engine.loading.select import is_scalar, kind_of_dtype, kind_of_number
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.digests import sha256_of
 from eformer._engine.record.dtypes import dtype_from_name, is_floating, raw_pieces
@@ -54,25 +54,25 @@ Array = np.ndarray[Any, Any]
 
 logger = logging.getLogger("eformer")
 
-_SLICE_BYTES = 32 * 2**20  # of a computed leaf, read at a time
-_SHA256_BYTES = 16 * 2**20  # hashed at a time
+_SLICE_BYTES = 32 * 2**20  # bytes of a computed leaf to read at a time
+_SHA256_BYTES = 16 * 2**20  # bytes to hash at a time
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct, Sharding, PartitionSpec)
 
 _MERGE_FIRST = (
-    "rules apply to each checkpoint of a list alone: to stack leaves of several, load them without the rule and save "
-    "the result, then load that with the rule"
+    "rules apply to each checkpoint of a list alone: to stack leaves of several, load them without the rule, save "
+    "the result, and load the result with the rule"
 )
 
 
 @dataclass(slots=True)
-class Source:
+class LoadSource:
     """A checkpoint to load from.
 
     entry      the record of its tree
     contents   its leaves, under the names that the load uses
-    reader     reads the leaves that rules make of others
-    dropped    names that rules drop
-    targets    the leaves that the load takes from it
+    reader     reads stored leaves for the leaves that rules compute
+    dropped    names of leaves that rules drop
+    targets    the leaves that the load takes from this checkpoint
     """
 
     found: Found
@@ -83,7 +83,7 @@ class Source:
     targets: list[LeafTarget] = field(default_factory=list)
 
     def nbytes(self) -> int:
-        """Return how many bytes the load reads."""
+        """Return the number of bytes that the load reads."""
         computed = sum(
             array.dtype.itemsize * sum(box.size for box in _boxes(target))
             for target in self.targets
@@ -92,32 +92,32 @@ class Source:
         return nbytes_read(self.entry, self.targets) + computed
 
     def locate(self, entry: ListedTree) -> None:
-        """Read where the boxes of the targets are, of a tree that several processes wrote, each its own record."""
+        """Locate the boxes of the targets in a tree that several processes wrote, each with a record of its own."""
         listed = {t.entry.stored_name: t for t in self.targets if isinstance(t.entry, ListedLeaf)}
         with reading(self.found):
-            self.entry = entry.locate({name: target.regions for name, target in listed.items()})
+            self.entry = entry.locate({name: target.boxes for name, target in listed.items()})
         for name, target in listed.items():
             target.entry = self.entry.leaves[name]
 
 
 def refuse_kinds(found: Found, keys: Collection[str] | None) -> None:
-    """Refuse to load leaves of kinds that eformer does not store, unless others are asked for."""
+    """Refuse to load leaves of kinds that eformer does not store, unless `keys` leave them out."""
     refused = found.foreign.refused
     asked = refused if keys is None else resolve(keys, refused)[0]
     if asked:
         leaves = few([f"leaf {name!r}: {refused[name]}" for name in asked])
         raise FormatError(
-            f"{found.path} has leaves of kinds that eformer does not store: {leaves}. Load the others with keys=, "
-            "or with like= and partial=True; or write them as plain arrays first, such as the model before it was "
-            "quantised, or dequantize() or to_dense() of tensors of PyTorch"
+            f"{found.path} has leaves of kinds that eformer does not store: {leaves}. Load the other leaves with "
+            "keys=, or with like= and partial=True; or write these as plain arrays first, such as the model before it "
+            "was quantised, or dequantize() or to_dense() of tensors of PyTorch"
         )
 
 
 # --------------------------------------------------------------------------------------- root and rename
 
 
-def take_below(sources: Sequence[Source], root: str) -> None:
-    """Take what lies below `root` for each checkpoint. One of several may have nothing there."""
+def take_below(sources: Sequence[LoadSource], root: str) -> None:
+    """Take the leaves below `root` of each checkpoint. Of several checkpoints, some may have no leaf there."""
     found = [below(source.contents, root) for source in sources]
     if not any(found):
         refuse_root(sources[0].contents, root)
@@ -125,14 +125,14 @@ def take_below(sources: Sequence[Source], root: str) -> None:
         source.contents = contents or NOTHING
 
 
-def rename_leaves(sources: Sequence[Source], rules: Sequence[Rule]) -> None:
-    """Apply the rules to the leaves of each checkpoint, and warn of rules that match a leaf of none."""
+def rename_leaves(sources: Sequence[LoadSource], rules: Sequence[Rule]) -> None:
+    """Apply the rules to the leaves of each checkpoint, and warn of rules that match no leaf of any checkpoint."""
     unused = [_rename(source, rules, is_alone=len(sources) == 1).unused_rules for source in sources]
     if idle := [text for line, text in unused[0].items() if all(line in lines for lines in unused)]:
         logger.warning("rename= rules that match no leaf: %s", few(idle))
 
 
-def _rename(source: Source, rules: Sequence[Rule], *, is_alone: bool) -> Renamed:
+def _rename(source: LoadSource, rules: Sequence[Rule], *, is_alone: bool) -> Renamed:
     """Apply the rules to the leaves of a checkpoint. An error names the checkpoint if it is one of several."""
     assert source.reader
     try:
@@ -149,16 +149,16 @@ def _rename(source: Source, rules: Sequence[Rule], *, is_alone: bool) -> Renamed
 # -------------------------------------------------------------------------------- several checkpoints
 
 
-def spell_alike(sources: Sequence[Source], like: Leaves | None) -> None:
-    """Spell the names of leaves as `like` does, or as the first checkpoint that has them."""
+def spell_alike(sources: Sequence[LoadSource], like: Leaves | None) -> None:
+    """Spell the names of leaves as `like` does; without `like`, as the first checkpoint that has them."""
     known: dict[str, Any] = {}
     for source in sources:
         source.contents = named_like(source.contents, known if like is None else like)
         known |= dict.fromkeys(source.contents.names)
 
 
-def refuse_bare_leaf(sources: Sequence[Source]) -> None:
-    """Refuse a checkpoint that is one array, without a name, beside checkpoints of trees."""
+def refuse_bare_leaf(sources: Sequence[LoadSource]) -> None:
+    """Refuse to merge a checkpoint of a single array, which has no name, with checkpoints of trees."""
     bare = next(source.found.path for source in sources if BARE_LEAF in source.contents.names)
     raise StructureError(
         f"{bare} holds a single array, which has no name and cannot be merged with the trees of other "
@@ -167,10 +167,10 @@ def refuse_bare_leaf(sources: Sequence[Source]) -> None:
 
 
 def owned(
-    sources: Sequence[Source], names: Mapping[str, None], request: Request, like: Leaves | None
+    sources: Sequence[LoadSource], names: Mapping[str, None], request: Request, like: Leaves | None
 ) -> list[Collection[str]]:
-    """Return the names of the leaves that each checkpoint gives. Refuse leaves that several of them could give."""
-    holders: dict[str, list[Source]] = {name: [] for name in names}
+    """Return the names of the leaves that each checkpoint gives. Refuse leaves that several checkpoints have."""
+    holders: dict[str, list[LoadSource]] = {name: [] for name in names}
     for source in sources:
         functions = set(source.contents.functions)  # left to the code: no checkpoint holds them
         for name in source.contents.names:
@@ -188,10 +188,10 @@ def owned(
     return [{name for name, held in holders.items() if held and held[-1] is source} for source in sources]
 
 
-def _require_whole_stacks(several: Mapping[str, Sequence[Source]]) -> None:
-    """Refuse a leaf that rules stack of the leaves of the last checkpoint, and that has another shape in one before.
+def _require_whole_stacks(several: Mapping[str, Sequence[LoadSource]]) -> None:
+    """Refuse a leaf that rules stack from leaves of the last checkpoint, if its shape differs in an earlier checkpoint.
 
-    A stack of some layers would replace a stack of all.
+    Otherwise a stack of some layers would replace a stack of all layers.
     """
     problems = [
         f"leaf {name!r} is made of {' and of '.join(_parts_of(name, source) for source in held)}"
@@ -203,8 +203,8 @@ def _require_whole_stacks(several: Mapping[str, Sequence[Source]]) -> None:
         raise MismatchError(problems, "rename= stacks the leaves of each checkpoint alone", _MERGE_FIRST)
 
 
-def _parts_of(name: str, source: Source) -> str:
-    """Name the stored leaves that a leaf is made of, and their checkpoint."""
+def _parts_of(name: str, source: LoadSource) -> str:
+    """Name the stored leaves that a leaf is computed from, and their checkpoint."""
     array = source.contents.computed.get(name)
     names = [name] if array is None else [leaf.name for leaf in stored_leaves(array)]
     return f"{few([*map(repr, names)])} in {source.found.path}"
@@ -214,10 +214,9 @@ def _parts_of(name: str, source: Source) -> str:
 
 
 def refuse_quantized(
-    source: Source, names: Collection[str], given: Collection[str], request: Request, like: Leaves | None
+    source: LoadSource, names: Collection[str], given: Collection[str], request: Request, like: Leaves | None
 ) -> None:
-    """Refuse quantised leaves among `names`, unless they are asked for as they are stored. All checkpoints of the load
-    have the leaves `given`."""
+    """Refuse quantised leaves among `names`. `given` are the leaves of all checkpoints of the load."""
     with reading(source.found):
         find_quantized = source.found.foreign.find_quantized
         quantized = find_quantized(source.entry) if find_quantized else None
@@ -233,11 +232,10 @@ def refuse_quantized(
 def _not_left_out(
     names: Collection[str], given: Collection[str], like: Leaves, *, has_rules: bool
 ) -> Collection[str]:
-    """Return the names of leaves that a partial load takes, or that are in the place of arrays which `like` keeps: the
-    weights before they were quantised."""
+    """Return the names of leaves that a partial load takes, or that are quantised forms of arrays that `like` keeps."""
     missing = (name for name, leaf in like.items() if name not in given and hasattr(leaf, "shape"))
     kept = {readable(name).removesuffix(".value") for name in missing}
-    if kept and has_rules:  # for the names of the dense model: any leaf may be the one
+    if kept and has_rules:  # rules change names, so any leaf may be a quantised form of a kept array
         return names
     return [name for name in names if name in like or dense_name(name) in kept]
 
@@ -246,15 +244,15 @@ def _not_left_out(
 
 
 class TreeReader:
-    """Read boxes of the leaves of one tree. The first read opens its files, `close` closes them."""
+    """Read boxes of the leaves of one tree. The first read opens the files of the tree, `close` closes them."""
 
     def __init__(self, found: Found, tree: TreeEntry, *, verify: bool) -> None:
         self.found, self.tree, self.verify = found, tree, verify
         self.opened: Files | None = None
         self.lock = Lock()
 
-    def read(self, name: str, entry: LeafEntry, region: Box, threads: int | None = None) -> Array:
-        wants = [Want(name, entry, entry.dtype, [region])]
+    def read(self, name: str, entry: LeafEntry, box: Box, threads: int | None = None) -> Array:
+        wants = [Want(name, entry, entry.dtype, [box])]
         reads = plan_reads(wants, self.tree)
         path_to = self.found.store.path_to
         ((array,),) = fetch(
@@ -268,7 +266,7 @@ class TreeReader:
             return self.opened
 
     def require_unwritten(self) -> None:
-        """Raise if a file was written to while it was read, and has no digests that would have shown it."""
+        """Raise if a file was written to while it was read, and has no digests that would detect this."""
         if self.opened:
             with reading(self.found):
                 require_unwritten(self.tree, self.opened)
@@ -279,12 +277,12 @@ class TreeReader:
 
 
 def check_sha256(found: Found, tree: TreeEntry, expected: Mapping[str, str], threads: int | None) -> None:
-    """Compare the SHA-256 of leaves on disk with `expected`; raise a CorruptionError that lists all that differ."""
+    """Compare the SHA-256 of stored leaves with `expected`; raise a CorruptionError that lists all differences."""
     problems: list[str] = []
 
     def check_leaf(name: str, entry: LeafEntry) -> None:
-        regions = pieces(entry.shape, dtype_from_name(entry.dtype).itemsize, _SHA256_BYTES)
-        digest = sha256_of(part for box in regions for part in raw_pieces(reader.read(name, entry, box)))
+        boxes = pieces(entry.shape, dtype_from_name(entry.dtype).itemsize, _SHA256_BYTES)
+        digest = sha256_of(part for box in boxes for part in raw_pieces(reader.read(name, entry, box)))
         if digest != expected[name]:
             where = ", ".join(sorted({tree.path_of(extent.file) for extent in entry.extents}))
             problems.append(f"leaf {name!r} in {where} has SHA-256 {digest}, expected {expected[name]}")
@@ -301,7 +299,7 @@ def check_sha256(found: Found, tree: TreeEntry, expected: Mapping[str, str], thr
 def read_computed(
     computed: Mapping[str, LazyArray], targets: Sequence[LeafTarget], threads: int, meter: Meter
 ) -> None:
-    """Read those of the targets that are computed into host memory."""
+    """Read the targets that rules compute into host memory."""
     tasks: list[Callable[[], None]] = []
     for target in targets:
         if (array := computed.get(target.name)) is not None:
@@ -310,34 +308,33 @@ def read_computed(
 
 
 def _tasks(array: LazyArray, target: LeafTarget, meter: Meter) -> list[Callable[[], None]]:
-    """Return tasks that read one array, each a slice that the store holds in few runs."""
+    """Return tasks that read one array, each a slice that lies in few ranges of the files."""
     dtype = dtype_from_name(target.dtype)
     outputs: list[tuple[Box, Array]] = [
-        (region, np.ndarray(region.shape, dtype, aligned(dtype.itemsize * region.size)))
-        for region in target.wanted
+        (box, np.ndarray(box.shape, dtype, aligned(dtype.itemsize * box.size))) for box in target.wanted
     ]
     target.arrays = [output for _, output in outputs]
 
     def read(part: Box) -> None:
         elements = array.read(part)
         meter.add(elements.nbytes)
-        for region, output in outputs:
+        for box, output in outputs:
             if not part.start:
                 output[()] = elements
-            elif overlap := part.overlap(region):
-                output[overlap.inside(region).slices] = elements[overlap.inside(part).slices]
+            elif overlap := part.overlap(box):
+                output[overlap.inside(box).slices] = elements[overlap.inside(part).slices]
 
     return [partial(read, part) for box in _boxes(target) for part in _slices(box, array)]
 
 
 def _boxes(target: LeafTarget) -> list[Box]:
-    """Return the boxes to read: one for all regions, unless they lie far apart."""
+    """Return one box around all wanted boxes; if they lie far apart, the wanted boxes."""
     around = bounding(target.wanted)
     return [around] if around.size <= 2 * sum(box.size for box in target.wanted) else list(target.wanted)
 
 
 def _slices(box: Box, array: LazyArray) -> list[Box]:
-    """Cut a box across the axis along which reading a slice reads the fewest other bytes."""
+    """Cut a box along the axis whose slices need the fewest bytes beside their own."""
     if not box.start or not box.size:
         return [box] if box.size else []
     axis = array.slow_axis
@@ -359,8 +356,8 @@ def _slices(box: Box, array: LazyArray) -> list[Box]:
 # equinox stores arrays and numbers of a tree, and skips other leaves, such as functions.
 
 
-def name_by_order(sources: Sequence[Source], like: Leaves, request: Request) -> Leaves:
-    """Name the leaves of the only source as those of `like`. Return the leaves to compare them with."""
+def name_by_order(sources: Sequence[LoadSource], like: Leaves, request: Request) -> Leaves:
+    """Give the leaves of the only checkpoint the names in `like`. Return the leaves to compare them with."""
     if request.partial or len(sources) > 1:
         nameless = next(source.found.path for source in sources if not source.found.foreign.has_names)
         why = "partial=True needs" if len(sources) == 1 else "a load of several checkpoints needs"
@@ -371,10 +368,10 @@ def name_by_order(sources: Sequence[Source], like: Leaves, request: Request) -> 
 
 
 def by_order(contents: Contents, like: Leaves, cast: str | None) -> tuple[Contents, dict[str, Any]]:
-    """Return the leaves under the names of `like`, and the leaves to compare them with.
+    """Return the leaves under the names in `like`, and the leaves to compare them with.
 
-    Numbers are stored as arrays without axes. Surplus arrays get impossible names, so the mismatch report lists them
-    as unexpected.
+    Numbers are stored as arrays without axes. Surplus arrays get impossible names, so that the error lists them as
+    unexpected.
     """
     wanted = {name: leaf for name, leaf in like.items() if _is_stored(leaf)}
     spare = (f"%array {number}" for number in itertools.count(len(wanted)))
@@ -385,7 +382,7 @@ def by_order(contents: Contents, like: Leaves, cast: str | None) -> tuple[Conten
 
 
 def completed(arrays: Leaves, like: Leaves) -> dict[str, Any]:
-    """Return leaves for all of `like`: numpy scalars in its dtypes, and its own leaf where none is stored."""
+    """Return a leaf for every name in `like`: the leaf of `like` if it is not stored, numpy scalars in its dtypes."""
     return {
         **{name: leaf for name, leaf in like.items() if not _is_stored(leaf)},
         **{name: _in_dtype_of(like.get(name), leaf) for name, leaf in arrays.items()},
@@ -393,22 +390,22 @@ def completed(arrays: Leaves, like: Leaves) -> dict[str, Any]:
 
 
 def _is_stored(leaf: Any) -> bool:
-    if isinstance(leaf, np.flexible):  # numpy's text and bytes, which JAX does not have
+    if isinstance(leaf, np.flexible):  # text and bytes of numpy, which JAX does not have
         return False
     return isinstance(leaf, _ARRAYS) or is_scalar(leaf) or hasattr(leaf, "__jax_array__")
 
 
 def _expected(leaf: Any, entry: LeafEntry | None, cast: str | None) -> Any:
-    """Return the leaf to compare an entry with: numpy scalars may be of any size, as JAX stores 64 bits as 32."""
+    """Return the leaf to compare an entry with. Numpy scalars fit any size, because JAX stores 64 bits as 32."""
     if not isinstance(leaf, np.generic) or entry is None or entry.shape:
         return leaf
-    if kind_of(leaf) is None or kind_of(leaf) is not kind_of_dtype(entry.dtype):
+    if kind_of_number(leaf) is None or kind_of_number(leaf) is not kind_of_dtype(entry.dtype):
         return leaf
     dtype = cast if cast and is_floating(entry.dtype) else entry.dtype
     return np.zeros((), dtype_from_name(dtype))[()]
 
 
 def _in_dtype_of(leaf: Any, found: Any) -> Any:
-    """Cast a numpy scalar to the dtype of the leaf of `like`; return anything else unchanged."""
+    """Cast a numpy scalar to the dtype of the leaf of `like`; return other values unchanged."""
     are_scalars = isinstance(leaf, np.generic) and isinstance(found, np.generic)
     return found.astype(leaf.dtype) if are_scalars else found

@@ -269,7 +269,7 @@ class Together(Hosts):
                     f"after {self._timeout:g} s {self.name(self.index)} still waits for "
                     f"{_name_all(self._processes[i] for i in absent)}. Every process has to make the same calls in the "
                     "same order; if they do and are only slower than that, allow more time: SaveOptions(timeout=) for "
-                    "a save and a run, load(timeout=) for a load"
+                    "a save and a run, LoadOptions(timeout=) for a load"
                 )
             try:
                 milliseconds = 1 + int(1000 * min(left, _WAIT_SECONDS))

@@ -1,11 +1,11 @@
-"""The options of a save, as one value."""
+"""The options of a save and of a load, each as one value."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from eformer._engine.record.names import with_nearest
 
@@ -81,14 +81,49 @@ class SaveOptions:
             )
 
 
-def options_from(given: SaveOptions | Mapping[str, Any]) -> SaveOptions:
-    """Return options from a dict of their fields, or unchanged. A single error lists all unknown fields."""
-    if isinstance(given, SaveOptions):
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """Set options of `load` and `Run.resume`.
+
+    batch           number of arrays to read at a time, which limits the memory of a `callback`; None reads all together
+    broadcast       read data that several processes need only once, a part by each process, and send it between the
+                    devices: faster for large leaves on slow storage
+    timeout         seconds that a process waits for the other processes of a load; None for 600. A load from a bucket
+                    is also given up with TimeoutError after so many seconds in all; None: only its requests have
+                    limits. `Run.resume` takes it from `Run(options=)`
+    store_options   a dict of options of the bucket, which `store_options` lists. They hold for one load. `Run.resume`
+                    takes them from `Run(options=)`
+    cache           directory of this machine that keeps the bytes read from a bucket for the next load; None for the
+                    one in the environment variable EFORMER_CACHE, False for none
+    """
+
+    batch: int | None = None
+    broadcast: bool = False
+    timeout: float | None = None
+    # They may hold secrets.
+    store_options: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
+    cache: str | os.PathLike[str] | Literal[False] | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch is not None and self.batch <= 0:
+            raise ValueError(
+                f"a batch of {self.batch} arrays: LoadOptions.batch must be positive, or None for all arrays"
+            )
+        if self.timeout is not None and self.timeout <= 0:
+            raise ValueError(f"LoadOptions.timeout must be positive, not {self.timeout}")
+
+
+Options = TypeVar("Options", SaveOptions, LoadOptions)
+
+
+def options_from(given: Options | Mapping[str, Any], kind: type[Options]) -> Options:
+    """Return options that may be given as a dict of their fields. One error lists every unknown field."""
+    if isinstance(given, kind):
         return given
     if not isinstance(given, Mapping):
-        raise TypeError(f"options must be SaveOptions or a dict of its fields, not {given!r}")
-    known = [one.name for one in fields(SaveOptions)]
+        raise TypeError(f"options must be {kind.__name__} or a dict of its fields, not {given!r}")
+    known = [one.name for one in fields(kind)]
     unknown = [f"{name!r}{hint}" for name, hint in with_nearest(map(str, given.keys() - set(known)), known)]
     if unknown:
-        raise TypeError(f"options has fields that SaveOptions lacks: {', '.join(sorted(unknown))}")
-    return SaveOptions(**given)
+        raise TypeError(f"options has fields that {kind.__name__} lacks: {', '.join(sorted(unknown))}")
+    return kind(**given)

@@ -16,7 +16,7 @@ import jax
 
 from eformer._engine.formats.steps import checked_number, last_step_in, name_to_save
 from eformer._engine.loading.load import LoadArguments, log_differences, request_from
-from eformer._engine.record.options import SaveOptions, options_from
+from eformer._engine.record.options import LoadOptions, SaveOptions, options_from
 from eformer._engine.record.policies import every_from, is_due, keep_from, minutes_due
 from eformer._engine.record.text import count, few
 from eformer._engine.runs.clock import Clock
@@ -101,7 +101,7 @@ class Run:
         self._every, self._keep = every_from(every), keep_from(keep)
         self._last, self._on_saved = LastSave(tolerate), on_saved
         self._format: Format = format
-        self._options = options_from(options)
+        self._options = options_from(options, SaveOptions)
         if self._keep == ():
             raise ValueError(f"keep={keep!r}: no rule says which steps stay; None keeps all")
         self._end_store_options = options_during(self, self.path, self._options.store_options)
@@ -168,15 +168,15 @@ class Run:
         return_report
                   do not log the leaves that `partial` or `rename` kept or left out; `report` has them in any case
         arguments
-                  all other arguments of `load`, except `timeout` and `store_options`, which `Run(options=)` has, and
-                  `dequant` and `duplicates`, which a step of a run does not need. If the code has changed: `partial`,
-                  `rename`, `root`, `resize`, `dtype`, `keys`. Where leaves go: `mesh`, `rules`, `shardings`. With a
-                  `key`, a step that its owner has not signed is refused; not with `near`
+                  all other arguments of `load`, except `dequant` and `duplicates`, which a step of a run does not need.
+                  `timeout` and `store_options` are those of `Run(options=)`, not of a `LoadOptions` here. If the code
+                  has changed: `partial`, `rename`, `root`, `resize`, `dtype`, `keys`. Where leaves go: `mesh`, `rules`,
+                  `shardings`. With `signed_by`, a step that the owner of that key has not signed is refused; not with
+                  `near`
         """
         self._check_arguments(step, arguments)
-        request = request_from(
-            like=like, into=into, timeout=self._options.timeout, timeout_of="SaveOptions", **arguments
-        )
+        arguments["options"] = self._load_options(arguments.get("options", LoadOptions()))
+        request = request_from(like=like, into=into, timeout_of="SaveOptions", **arguments)
         rule = rule_of_best(self._keep or ()) if step == "best" else None
         self._last.wait_before_next(self.path)  # the save may write the newest step
         wait_for_saves_below(self.path)  # of another Run of this program, which loses the run to this one
@@ -200,8 +200,8 @@ class Run:
     def _check_arguments(self, step: int | str, arguments: LoadArguments) -> None:
         if unknown := sorted(arguments.keys() - LoadArguments.__optional_keys__):
             raise TypeError(f"Run.resume() got an unexpected keyword argument {unknown[0]!r}")
-        if arguments.get("key") is not None and self._near:
-            raise ValueError("resume(key=) and Run(near=): near steps are not signed")
+        if arguments.get("signed_by") is not None and self._near:
+            raise ValueError("resume(signed_by=) and Run(near=): near steps are not signed")
         if isinstance(step, str) and step not in ("newest", "best"):
             raise ValueError(f"resume(step={step!r}): expected a number, 'newest' or 'best'")
         if self._is_fresh and not self._has_begun:
@@ -210,6 +210,12 @@ class Run:
                 "Leave fresh=True out of a program that is started again after an interruption: each start would put "
                 "the steps of the previous start aside"
             )
+
+    def _load_options(self, given: LoadOptions | Mapping[str, Any]) -> LoadOptions:
+        options = options_from(given, LoadOptions)
+        if options.timeout is not None or options.store_options is not None:
+            raise ValueError("resume(options=) has timeout or store_options: pass them in Run(options=)")
+        return dataclasses.replace(options, timeout=self._options.timeout)
 
     def _begin(self) -> None:
         """Begin to save without `resume`: put existing steps aside if `fresh`, otherwise refuse to mix with them."""

@@ -78,7 +78,7 @@ def save(
         'run/step-100'
     """
     refuse_swapped(tree, path, "save(tree, path)")
-    options = options_from(options)
+    options = options_from(options, SaveOptions)
     with held_back(), within(options.timeout, f"SaveOptions(timeout={options.timeout})"):
         save = start(
             tree, path, prefix=prefix, format=format, metadata=metadata, options=options, overwrite=overwrite
@@ -109,7 +109,7 @@ def save_async(
         'run/step-200'
     """
     refuse_swapped(tree, path, "save_async(tree, path)")
-    options = options_from(options)
+    options = options_from(options, SaveOptions)
     with held_back() as block:
         pending = Pending(os.fspath(path))
         block.otherwise = pending.give_up  # after a Ctrl-C the caller has no handle of the save

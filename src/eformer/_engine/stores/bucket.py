@@ -164,7 +164,7 @@ class BucketFiles(UnchangingFiles):
         """Raise, because objects are not in files."""
         raise ValueError(
             f"{self._objects.path_to(self._keys[number])} is not a file of this machine, which mmap=True needs; pass "
-            "cache= with a directory, or set EFORMER_CACHE"
+            'options={"cache": DIRECTORY} or set EFORMER_CACHE'
         )
 
 

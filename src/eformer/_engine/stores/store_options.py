@@ -29,7 +29,7 @@ def store_options(url: str | os.PathLike[str], /, **options: Any) -> StoreOption
 
     "s3://bucket/run" means this directory and all below it, "s3://" all buckets of S3, and "" all buckets. Options of a
     longer URL win over options of a shorter URL, and all of them win over the environment. An option for all buckets
-    applies to the clouds that have it. An option that no cloud has raises TypeError. `load(store_options=)` and
+    applies to the clouds that have it. An option that no cloud has raises TypeError. `LoadOptions(store_options=)` and
     `SaveOptions(store_options=)` give options for one call.
 
     endpoint           the address of the server, such as "https://minio.example.com"; http only for this machine, or

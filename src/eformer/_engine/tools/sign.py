@@ -9,7 +9,7 @@ from eformer._engine.record.signature import parse_envelope, sign_files, signatu
 from eformer._engine.record.text import few, printable
 from eformer._engine.stores.base import update_file
 from eformer._engine.stores.cache import caching
-from eformer._engine.stores.keys import private_key
+from eformer._engine.stores.keys import private_key as read_private_key
 from eformer._engine.stores.locate import absolute, locate
 from eformer._engine.stores.signed import digest_files, files_to_sign
 from eformer._engine.tasks.interrupts import uninterrupted
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def sign(
     path: str | os.PathLike[str],
     *,
-    key: Key,
+    private_key: Key,
     password: str | Callable[[], str] | None = None,
     progress: Progress = None,
 ) -> str:
@@ -42,19 +42,19 @@ def sign(
 
     `sign` does not check digests. If the checkpoint may be damaged, `verify` it first.
 
-    key        a private key of Ed25519: the path of a PEM file (PKCS 8), or its content
-    password   the password of the key, or a function that returns it; by default the environment variable
-               EFORMER_KEY_PASSWORD
-    progress   True for a progress bar, or a function of the bytes read and the total
+    private_key   a private key of Ed25519: the path of a PEM file (PKCS 8), or its content
+    password      password of the key, or a function that returns it; by default the environment variable
+                  EFORMER_KEY_PASSWORD
+    progress      True for a progress bar, or a function of the bytes read and the total
 
     Example:
 
-        >>> sign("run/step-100", key="private.pem")
+        >>> sign("run/step-100", private_key="private.pem")
         'run/step-100/eformer.sig'
-        >>> load("run/step-100", key="public.pem")
+        >>> load("run/step-100", signed_by="public.pem")
     """
     absolute(path)  # raises for places that cannot be written to
-    signer = private_key(key, password)
+    signer = read_private_key(private_key, password)
     with caching(False):
         return reread(path, lambda found: _sign(found, signer, progress))
 

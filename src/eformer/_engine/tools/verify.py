@@ -17,7 +17,7 @@ from eformer._engine.formats.find import (
 from eformer._engine.formats.others.orbax import inside_run
 from eformer._engine.formats.process_records import unreadable
 from eformer._engine.formats.steps import is_of_orbax, is_run, steps_in
-from eformer._engine.loading.fetch import check
+from eformer._engine.loading.fetch import check_pieces
 from eformer._engine.loading.read_plan import Want
 from eformer._engine.record.digests import xxh3_128
 from eformer._engine.record.text import count, few, glance, size
@@ -114,7 +114,7 @@ def verify(
     path: str | os.PathLike[str],
     *,
     step: int | None = None,
-    key: Key | None = None,
+    signed_by: Key | None = None,
     progress: Progress = None,
 ) -> Verification:
     """Check every leaf of every tree at `path`, and the headers of the files, against their digests.
@@ -128,8 +128,8 @@ def verify(
     The path of a run checks all of its steps; `step` checks one step. A step that cannot be read at all counts as
     damage then. `Verification.steps` has the result for each step.
 
-    `key` is a public key: the path of a PEM file, or its content. With it, `verify` also compares every byte of every
-    file with the signature; files that were added or removed since count as damage. If the signature is missing or
+    `signed_by` is a public key: the path of a PEM file, or its content. With it, `verify` also compares every byte of
+    every file with the signature; files that were added or removed since count as damage. If the signature is missing or
     belongs to another key, raise SignatureError; in a run this counts as damage.
 
     Example:
@@ -143,11 +143,11 @@ def verify(
         ['run/step-100', 'run/step-200', 'run/step-300']
     """
     path = path_of_step(path, step)
-    signed_by = None if key is None else public_key(key)
+    key = None if signed_by is None else public_key(signed_by)
     with caching(False):  # check the checkpoint itself, not copies of it
         if step is None and is_run(store_at(path)):
-            return _verify_run(path, signed_by, progress)
-        return _verify_one(path, signed_by, progress)
+            return _verify_run(path, key, progress)
+        return _verify_one(path, key, progress)
 
 
 def _verify_one(path: str | os.PathLike[str], key: PublicKey | None, progress: Progress) -> Verification:
@@ -286,7 +286,7 @@ def _damages(found: Found, tree: TreeEntry, meter: Meter) -> list[Damage]:
                     damages.append(_lost(name, tree, extent.file, start, extent.nbytes, lost[extent.file]))
             else:
                 wants.append(Want(name, entry, entry.dtype))
-        check(wants, tree, files, store.read_threads, damages.append, meter, store.read_bytes)
+        check_pieces(wants, tree, files, store.read_threads, damages.append, meter, store.read_bytes)
     finally:
         files.close()
     return damages

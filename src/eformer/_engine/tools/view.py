@@ -107,13 +107,13 @@ def open(  # noqa: A001
     *,
     prefix: str | None = None,
     cache: Cached = None,
-    key: Key | None = None,
+    signed_by: Key | None = None,
 ) -> View:
     """Open one tree of the checkpoint at `path` as a mapping from names to leaves. Reads no data.
 
     Indexing a leaf reads the indexed elements and checks them against their digests. `prefix` selects one of several
     trees. Elements come as stored; the elements of a quantised model lack their scales. `cache` keeps bytes from a
-    bucket on the disk. With `key`, a public key, bytes that its owner has not signed raise an error, as in `load`.
+    bucket on the disk. With `signed_by`, a public key, bytes that its owner has not signed raise an error.
 
     Example:
 
@@ -122,7 +122,7 @@ def open(  # noqa: A001
         ...     step = view["step"]  # a plain value
         ...     params = view["params"]  # a subtree: a dict of its leaves by name
     """
-    return _opened(path, prefix, cache, None if key is None else public_key(key))
+    return _opened(path, prefix, cache, None if signed_by is None else public_key(signed_by))
 
 
 class View(Shown, Mapping[str, Any]):
@@ -229,7 +229,7 @@ class View(Shown, Mapping[str, Any]):
 
     def __reduce__(self) -> Any:
         """Pickle as a path: the copy opens the files again, in this process or another."""
-        return _opened, (self._path, self._asked, self._cache, self._found.key)
+        return _opened, (self._path, self._asked, self._cache, self._found.signed_by)
 
     def _shown(self) -> tuple[str, Sequence[TreeSummary], Sequence[str]]:
         return f"{self._path} ({self.format})", [self._tree.summary(self._prefix)], self.left_out
@@ -271,10 +271,10 @@ def open_incomplete(path: str | os.PathLike[str], *, prefix: str | None = None) 
 
 @uninterrupted
 def _opened(
-    path: str | os.PathLike[str], prefix: str | None, cache: Cached = None, key: Verifier | None = None
+    path: str | os.PathLike[str], prefix: str | None, cache: Cached = None, signed_by: Verifier | None = None
 ) -> View:
     with caching(cache):
-        return look_at(path, lambda found: View(found, prefix, cache), key)
+        return look_at(path, lambda found: View(found, prefix, cache), signed_by)
 
 
 class LeafView:

@@ -12,8 +12,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import eformer.serialization
-from eformer import checkpoint
-from eformer.checkpoint import DryRun, SaveOptions, dry_run, load, save
+from eformer.checkpoint import Placement, SaveOptions, load, placement, save
 from eformer.paths import LocalPath
 from support.meshes import grid, line, on
 
@@ -84,7 +83,10 @@ REQUESTS = {
 
 
 def test_both_doors_lead_to_the_same():
-    assert eformer.serialization.dry_run is checkpoint.dry_run
+    tree, rules = {"w": jnp.ones((8, 4))}, [("w", P("model"))]
+    found = eformer.serialization.dry_run(tree, line(), rules=rules)
+    assert found == placement(tree, mesh=line(), rules=rules)
+    assert set(found.per_device.values()) == {16}
     assert "dry_run" in eformer.serialization.__all__
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = eformer.serialization.nothing
@@ -95,7 +97,7 @@ def test_both_doors_lead_to_the_same():
 def test_the_bytes_are_those_that_a_load_puts_there(path, format, mesh, arguments):  # noqa: A002
     save(state(), path, format=format)
     expected = resident(load(path, mesh=mesh(), **arguments), mesh())
-    assert dry_run(path, mesh(), **arguments).per_device == expected
+    assert placement(path, mesh=mesh(), **arguments).per_device == expected
     assert sum(expected.values()) > 0
 
 
@@ -104,7 +106,7 @@ def test_a_tree_of_shapes_does_as_well(path, mesh, arguments):
     shapes = jax.eval_shape(params) | {"numpy": jax.ShapeDtypeStruct((8, 2), jnp.float32)}
     save(params() | {"numpy": jnp.ones((8, 2))}, path)
     expected = resident(load(path, mesh=mesh(), **arguments), mesh())
-    assert dry_run(shapes, mesh(), **arguments).per_device == expected
+    assert placement(shapes, mesh=mesh(), **arguments).per_device == expected
 
 
 @pytest.mark.parametrize("suffix", ["", ".safetensors"])
@@ -113,12 +115,12 @@ def test_paths_of_every_kind_are_known_from_trees(tmp_path, suffix):
     save(params(), path)
     expected = resident(load(path, mesh=line()), line())
     for what in (path, str(path), LocalPath(path), params(), jax.eval_shape(params)):
-        assert dry_run(what, line()).per_device == expected
+        assert placement(what, mesh=line()).per_device == expected
 
 
 def test_arrays_lie_as_they_were_saved(path):
     save({"w": jax.device_put(jnp.ones((8, 8)), on(grid(), "data", "model"))}, path)
-    found = dry_run(path, grid())
+    found = placement(path, mesh=grid())
     assert set(found.per_device.values()) == {32}
     assert found.per_device == resident(load(path, mesh=grid()), grid())
     assert found.leaves["w"].spec == P("data", "model")
@@ -130,21 +132,23 @@ def test_a_tree_that_says_where_it_lies_is_believed():
         jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=rows),
         jax.device_put(jnp.ones((8, 8)), rows),
     ):
-        assert dry_run({"w": leaf}, line()).per_device == dict.fromkeys(jax.devices(), 32)
+        assert placement({"w": leaf}, mesh=line()).per_device == dict.fromkeys(jax.devices(), 32)
     both = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=on(grid(), "data", "model"))
-    assert dry_run({"w": both}, grid()).per_device == dict.fromkeys(jax.devices(), 32)
+    assert placement({"w": both}, mesh=grid()).per_device == dict.fromkeys(jax.devices(), 32)
 
 
 def test_numpy_arrays_stay_in_host_memory_unless_somebody_says_otherwise(path):
     save({"n": np.ones((8, 2), np.float32)}, path)
     for what in (path, {"n": np.ones((8, 2), np.float32)}):
-        assert dry_run(what, line()).per_device == dict.fromkeys(jax.devices(), 0)
-        assert dry_run(what, line(), rules=[("n", P("model"))]).per_device == dict.fromkeys(jax.devices(), 8)
+        assert placement(what, mesh=line()).per_device == dict.fromkeys(jax.devices(), 0)
+        assert placement(what, mesh=line(), rules=[("n", P("model"))]).per_device == dict.fromkeys(
+            jax.devices(), 8
+        )
 
 
 def test_every_leaf_is_described(path):
     save(state(), path)
-    found = dry_run(path, line(), rules=RULES)
+    found = placement(path, mesh=line(), rules=RULES)
     assert set(found.leaves) == {
         "bits", "block.bias", "block.kernel", "block.mask", "empty", "list.0", "list.1", "numpy", "rng",
     }  # fmt: skip
@@ -157,7 +161,7 @@ def test_every_leaf_is_described(path):
 def test_a_cast_leaf_is_described_as_it_will_be(path):
     save({"f": jnp.ones(8), "i": jnp.arange(8)}, path)
     for what in (path, {"f": jnp.ones(8), "i": jnp.arange(8)}):
-        found = dry_run(what, line(), dtype="bf16").leaves
+        found = placement(what, mesh=line(), dtype="bf16").leaves
         assert (found["f"].dtype, found["f"].shard_nbytes) == ("bfloat16", 16)
         assert (found["i"].dtype, found["i"].shard_nbytes) == ("int32", 32)
 
@@ -165,8 +169,10 @@ def test_a_cast_leaf_is_described_as_it_will_be(path):
 def test_the_prefix_chooses_the_tree(path):
     for prefix, size in (("model", 8), ("opt", 16)):
         save({"w": jnp.ones(size)}, path, prefix=prefix)
-    assert set(dry_run(path, line(), prefix="model").per_device.values()) == {32}
-    assert set(dry_run(path, line(), prefix="opt", rules=[("w", P("model"))]).per_device.values()) == {8}
+    assert set(placement(path, mesh=line(), prefix="model").per_device.values()) == {32}
+    assert set(placement(path, mesh=line(), prefix="opt", rules=[("w", P("model"))]).per_device.values()) == {
+        8
+    }
 
 
 @pytest.mark.parametrize(
@@ -179,7 +185,7 @@ def test_no_data_is_read_from_arrays(path, options):
         if entry.is_dir():
             shutil.rmtree(entry)
     assert [p.name for p in path.rglob("*")] == ["tensorstore_index.json"]
-    assert dry_run(path, line()).per_device == expected
+    assert placement(path, mesh=line()).per_device == expected
 
 
 def test_no_data_is_read_from_safetensors(path):
@@ -187,7 +193,7 @@ def test_no_data_is_read_from_safetensors(path):
     expected = resident(load(path, mesh=line()), line())
     for file in path.glob("*.safetensors"):
         file.unlink()
-    assert dry_run(path, line()).per_device == expected
+    assert placement(path, mesh=line()).per_device == expected
 
 
 ERRORS = {
@@ -208,13 +214,13 @@ def test_what_does_not_fit_is_the_error_of_the_load(path, arguments):
     with pytest.raises(ValueError) as expected:  # noqa: PT011  whatever it says
         load(path, mesh=grid(), **arguments)
     with pytest.raises(type(expected.value), match=f"^{re.escape(str(expected.value))}$"):
-        dry_run(path, grid(), **arguments)
+        placement(path, mesh=grid(), **arguments)
 
 
 def test_what_jax_cannot_hold_is_the_error_of_the_load(path):
     with jax.enable_x64(True):
         save({"w": jnp.arange(8)}, path)
-    for call in (lambda: load(path, mesh=line()), lambda: dry_run(path, line())):
+    for call in (lambda: load(path, mesh=line()), lambda: placement(path, mesh=line())):
         with pytest.raises(ValueError, match=r"'w' is int64\[8\]"):
             call()
 
@@ -223,25 +229,25 @@ def test_several_prefixes_and_none_said_is_an_error_that_lists_them(path):
     for prefix in ("model", "opt"):
         save({"w": jnp.ones(8)}, path, prefix=prefix)
     with pytest.raises(ValueError, match=r"\['model', 'opt'\]"):
-        dry_run(path, line())
+        placement(path, mesh=line())
 
 
 def test_nothing_there_is_file_not_found(path):
     with pytest.raises(FileNotFoundError, match="no checkpoint at"):
-        dry_run(path, line())
+        placement(path, mesh=line())
     path.mkdir()
     with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
-        dry_run(str(path), line())
+        placement(str(path), mesh=line())
 
 
 def test_every_device_of_the_mesh_is_there_and_no_other():
-    assert dry_run({}, half()).per_device == dict.fromkeys(jax.devices()[:4], 0)
-    assert dry_run({"w": jnp.ones(8)}, half()).per_device == dict.fromkeys(jax.devices()[:4], 32)
+    assert placement({}, mesh=half()).per_device == dict.fromkeys(jax.devices()[:4], 0)
+    assert placement({"w": jnp.ones(8)}, mesh=half()).per_device == dict.fromkeys(jax.devices()[:4], 32)
 
 
 def test_it_reads_well(path):
     save(params(), path)
-    text = str(dry_run(path, line(), rules=RULES))
+    text = str(placement(path, mesh=line(), rules=RULES))
     lines = text.splitlines()
     total = resident(load(path, mesh=line(), rules=RULES), line())
     first, *_, last = jax.devices()
@@ -251,13 +257,14 @@ def test_it_reads_well(path):
 
 
 def test_devices_that_hold_more_are_shown_apart():
-    text = str(DryRun(dict(zip(jax.devices()[:3], (5, 7, 5), strict=True)), {}))
+    text = str(Placement(dict(zip(jax.devices()[:3], (5, 7, 5), strict=True)), {}))
     first, second, third = jax.devices()[:3]
     assert text.splitlines() == [f"2 devices, {first} to {third}: 5 bytes each", f"{second}: 7 bytes"]
 
 
 def test_of_many_leaves_the_largest_are_shown():
-    text = str(dry_run({f"w{i}": jax.ShapeDtypeStruct((i + 1,), jnp.float32) for i in range(50)}, half()))
+    tree = {f"w{i}": jax.ShapeDtypeStruct((i + 1,), jnp.float32) for i in range(50)}
+    text = str(placement(tree, mesh=half()))
     assert "  w49 float32[50]" in text
     assert "w0 " not in text
     assert text.splitlines()[-1] == "  ... and 30 smaller leaves"
@@ -266,22 +273,22 @@ def test_of_many_leaves_the_largest_are_shown():
 def test_the_mesh_of_set_mesh_is_the_default(path):
     save({"w": jnp.ones((8, 8)), "wide": np.ones(8)}, path)
     with jax.set_mesh(grid()):
-        found = dry_run(path, rules=[("w$", P("model"))])
-        plain = dry_run(path)
+        found = placement(path, rules=[("w$", P("model"))])
+        plain = placement(path)
         expected = resident(load(path), grid())
-    assert found.per_device == dry_run(path, grid(), rules=[("w$", P("model"))]).per_device
+    assert found.per_device == placement(path, mesh=grid(), rules=[("w$", P("model"))]).per_device
     assert plain.per_device == expected
-    with pytest.raises(ValueError, match=r"dry_run needs a mesh=, or the mesh of jax\.set_mesh"):
-        dry_run(path)
+    with pytest.raises(ValueError, match=r"placement needs a mesh: pass mesh=, or enter jax.set_mesh"):
+        placement(path)
 
 
 def test_shardings_on_an_abstract_mesh_are_counted_on_the_mesh():
     sharding = jax.NamedSharding(grid().abstract_mesh, P("model"))
     tree = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=sharding)}
-    assert set(dry_run(tree, grid()).per_device.values()) == {64}
+    assert set(placement(tree, mesh=grid()).per_device.values()) == {64}
 
 
 def test_rules_that_match_no_leaf_are_named(path, caplog):
     save({"w": jnp.ones((8, 8))}, path)
-    dry_run(path, line(), rules=[("v", P())])
+    placement(path, mesh=line(), rules=[("v", P())])
     assert "rules= that match no leaf: 'v'" in caplog.text

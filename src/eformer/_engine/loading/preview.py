@@ -1,4 +1,4 @@
-"""Compute what a load would return, and what it would put on which device, without reading any data."""
+"""Compute the shapes that a load would return, and the bytes on each device, without reading data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MOST_SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A leaf as a load would place it; `spec` is None in host memory or on the default device."""
+    """A leaf as a load would place it. `spec` is None in host memory and on the default device."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -46,8 +46,8 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class DryRun:
-    """List the bytes that each device would get. `print` shows a table.
+class Placement:
+    """List the bytes that a load would put on each device. `print` shows a table.
 
     per_device   bytes by device
     leaves       where each leaf would go, by name
@@ -85,7 +85,7 @@ def _on(devices: Sequence[Any], nbytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Leaf(PlaceableLeaf):
-    """A leaf of a checkpoint or of a tree. `itemsize` is that of an element as the user sees it, such as a PRNG key."""
+    """A leaf of a checkpoint or of a tree. `itemsize` is the bytes of an element that the user sees, such as a key."""
 
     dtype: str = ""
     itemsize: int = 0
@@ -95,42 +95,42 @@ def _leaf(shape: tuple[int, ...], dtype: str, itemsize: int, cast: str | None, *
     """Describe a leaf after a cast of floating elements."""
     if cast is not None and is_floating(dtype):
         dtype, itemsize = cast, dtype_from_name(cast).itemsize
-    config: Any = jax.config  # its attributes have no types
+    config: Any = jax.config  # without types
     is_held = dtype.startswith("key<") or jax_holds(dtype, config.jax_enable_x64)
     return _Leaf(shape, is_host_only=not is_held, dtype=dtype, itemsize=itemsize, **facts)
 
 
 @uninterrupted
-def dry_run(
-    what: Any,
-    mesh: Mesh | None = None,
+def placement(
+    path: Any,
     *,
+    mesh: Mesh | None = None,
     rules: Rules | None = None,
     shardings: Any = None,
     prefix: str | None = None,
     dtype: Any = None,
-) -> DryRun:
+) -> Placement:
     """Compute how many bytes `load` with the same arguments would put on each device of the mesh.
 
-    Reads no data. Raises the same errors as `load`: leaves that cannot be placed are listed all at once.
+    Read no data. Raise the errors of `load`: one error lists all leaves that cannot be placed.
 
-    what        the path of a checkpoint, or a tree of arrays or `ShapeDtypeStruct`s
+    path        the path of a checkpoint, or a tree of arrays or `ShapeDtypeStruct`s in its place
     mesh        the mesh to load onto; None for that of `jax.set_mesh`
     rules       where leaves go, by regular expressions; see `load`
     shardings   where leaves go, by name; see `load`
-    prefix      the tree, if there are several
+    prefix      the tree, if the checkpoint has several
     dtype       the dtype that floating leaves are cast to
 
     Example:
 
-        >>> print(checkpoint.dry_run("run/step-100", mesh, rules=[("w", PartitionSpec("data"))]))
+        >>> print(checkpoint.placement("run/step-100", mesh=mesh, rules=[("w", PartitionSpec("data"))]))
     """
-    is_path = isinstance(what, (str, os.PathLike))
+    is_path = isinstance(path, (str, os.PathLike))
     cast = None if dtype is None else floating_dtype(dtype)
-    leaves = _of_checkpoint(what, prefix, cast) if is_path else _of_tree(what, cast)
+    leaves = _of_checkpoint(path, prefix, cast) if is_path else _of_tree(path, cast)
     used = current_mesh() if mesh is None else mesh
     if used is None:
-        raise ValueError("dry_run needs a mesh=, or the mesh of jax.set_mesh")
+        raise ValueError("placement needs a mesh: pass mesh=, or enter jax.set_mesh")
     request = PlacementRequest(mesh=used, rules=rules, shardings=shardings, is_current_mesh=mesh is None)
     warn_of_idle_rules(leaves, request)
     placed, _ = place(leaves, request, prefix=prefix)
@@ -139,7 +139,7 @@ def dry_run(
     return _counted(leaves, placed, used)
 
 
-def _counted(leaves: Mapping[str, _Leaf], placed: Mapping[str, Sharding], mesh: Mesh) -> DryRun:
+def _counted(leaves: Mapping[str, _Leaf], placed: Mapping[str, Sharding], mesh: Mesh) -> Placement:
     per_device: dict[Any, int] = dict.fromkeys(mesh.devices.flat, 0)
     result = {}
     for name, leaf in leaves.items():
@@ -150,14 +150,14 @@ def _counted(leaves: Mapping[str, _Leaf], placed: Mapping[str, Sharding], mesh: 
         devices: set[Any] = set() if sharding is None else sharding.device_set
         for device in devices:
             per_device[device] = per_device.get(device, 0) + nbytes
-    return DryRun(per_device, result)
+    return Placement(per_device, result)
 
 
 def _of_checkpoint(path: str | os.PathLike[str], prefix: str | None, cast: str | None) -> dict[str, _Leaf]:
     found = {}
     for name, entry in look_at(path, lambda found: found.listed(prefix).leaves).items():
         shape = entry.logical_shape
-        inner = math.prod(entry.shape[len(shape) :])  # the numbers inside of a PRNG key
+        inner = math.prod(entry.shape[len(shape) :])  # the numbers of a PRNG key
         itemsize, is_numpy = dtype_from_name(entry.dtype).itemsize * inner, entry.home == "numpy"
         found[name] = _leaf(
             shape, entry.logical_dtype, itemsize, cast, recorded=entry.sharding, is_numpy=is_numpy
@@ -188,10 +188,10 @@ def _numbers(key: Any) -> Any:
 
 @uninterrupted
 def abstract(path: str | os.PathLike[str], *, prefix: str | None = None) -> Any:
-    """Return the tree saved at `path` with a `ShapeDtypeStruct` in the place of every array. Reads no data.
+    """Return the tree saved at `path` with a `ShapeDtypeStruct` in the place of every array. Read no data.
 
-    The structure is the one that `load` without `like` returns, and plain values are themselves. Shardings are not
-    part of it: they belong to the mesh of the save. `prefix` chooses the tree, if there are several.
+    The structure is that of `load` without `like`, and plain values are themselves. Shardings are left out, because
+    they belong to the mesh of the save. `prefix` names the tree, if the checkpoint has several.
 
     Example:
         >>> checkpoint.abstract("run/step-100")["params"]["w"]
@@ -207,7 +207,7 @@ def _described(tree: TreeEntry) -> Any:
     return unflatten(structure, {name: _struct(leaf) for name, leaf in tree.leaves.items()} | tree.values)
 
 
-_ShapeDtypeStruct: Any = jax.ShapeDtypeStruct  # its constructor has no types
+_ShapeDtypeStruct: Any = jax.ShapeDtypeStruct  # without types
 
 
 def _struct(leaf: LeafEntry) -> Any:
