@@ -17,6 +17,7 @@ import eformer.serialization
 from eformer import paths
 from eformer.pytree import _serialization
 from eformer.serialization import async_manager, checkpointer, serialization, utils
+from support.pages import ROOT
 
 # Name by name from the documentation: parameters with their defaults.
 PYTREE_SERIALIZATION = {
@@ -320,3 +321,12 @@ def test_the_command_starts_without_what_it_may_need_later():
         "eformer._engine.record",
         "eformer._engine.record.text",
     }
+
+
+def test_no_public_name_of_the_engine_is_defined_in_two_modules():
+    found = {}
+    for path in sorted((ROOT / "src/eformer/_engine").rglob("*.py")):
+        for node in ast.parse(path.read_text("utf-8")).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                found.setdefault(node.name, set()).add(path.name)
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}

@@ -56,17 +56,8 @@ class Object(Struct, frozen=True):
     modified: dt.datetime
 
 
-class Objects:
-    """The objects of one bucket. Safe to use from any thread, but not in a process that was forked after its use.
-
-    url          the bucket, for messages
-    timeout      seconds that a request may take, with all its retries
-    hide         removes secrets from messages
-    is_trusted   whether the server is known to honour conditions; other servers are probed before the first save
-    is_alone     whether the caller says that no other process saves here at the same time; then a server need not
-                 honour conditions
-    server       tells the bucket from a bucket of the same URL on another server
-    """
+class _Bucket:
+    """A bucket, and the way in which requests are made to it."""
 
     def __init__(
         self,
@@ -92,6 +83,34 @@ class Objects:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r} cannot be pickled: it may hold secrets; pass the URL")
+
+    def path_to(self, key: str) -> str:
+        return f"{self.url}/{key}"
+
+    def _request(self, operation: str, key: str, work: Callable[[], Awaitable[T]]) -> T:
+        """Carry out a request in the thread of the event loop, and wait for it."""
+        request, limit = _Request(operation, self.path_to(key), self._hide), time_left(self._timeout)
+        if limit == 0:
+            raise request.slow()
+
+        async def ask() -> T:
+            with request.explained():
+                return await work()
+
+        return request.result_of(_submit(ask), limit)
+
+
+class Objects(_Bucket):
+    """The objects of one bucket. Safe to use from any thread, but not in a process that was forked after its use.
+
+    url          the bucket, for messages
+    timeout      seconds that a request may take, with all its retries
+    hide         removes secrets from messages
+    is_trusted   whether the server is known to honour conditions; other servers are probed before the first save
+    is_alone     whether the caller says that no other process saves here at the same time; then a server need not
+                 honour conditions
+    server       tells the bucket from a bucket of the same URL on another server
+    """
 
     # ---------------------------------------------------------------------------------------- read
 
@@ -293,21 +312,6 @@ class Objects:
         return True
 
     # ------------------------------------------------------------------------------------- requests
-
-    def path_to(self, key: str) -> str:
-        return f"{self.url}/{key}"
-
-    def _request(self, operation: str, key: str, work: Callable[[], Awaitable[T]]) -> T:
-        """Carry out a request in the thread of the event loop, and wait for it."""
-        request, limit = _Request(operation, self.path_to(key), self._hide), time_left(self._timeout)
-        if limit == 0:
-            raise request.slow()
-
-        async def ask() -> T:
-            with request.explained():
-                return await work()
-
-        return request.result_of(_submit(ask), limit)
 
 
 class _Request:

@@ -40,7 +40,7 @@ _BATCH = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ChangedLeaf:
     """A leaf that differs between two checkpoints.
 
     before, after   dtype and shape, or the plain value
@@ -90,7 +90,7 @@ class Diff:
     b: str
     added: dict[str, str]
     removed: dict[str, str]
-    changed: tuple[Change, ...]
+    changed: tuple[ChangedLeaf, ...]
     unchanged: int
     notes: tuple[str, ...]
 
@@ -165,7 +165,7 @@ def _compared(a: str, b: str, pairs: Sequence[_Pair], progress: Progress) -> Dif
 class _Differences:
     added: dict[str, str] = field(default_factory=dict)
     removed: dict[str, str] = field(default_factory=dict)
-    changed: list[Change] = field(default_factory=list)
+    changed: list[ChangedLeaf] = field(default_factory=list)
     unchanged: int = 0
     notes: list[str] = field(default_factory=list)
 
@@ -242,13 +242,13 @@ class _Pair:
         if self.a and self.b:
             found.notes += [self.label + note for note in _notes(self.a, self.b)]
 
-    def change(self, name: str, before: Any, after: Any, values: Comparison | None) -> Change | None:
+    def change(self, name: str, before: Any, after: Any, values: Comparison | None) -> ChangedLeaf | None:
         described = describe(before), describe(after)
         if values is None:
             return self.recorded_change(name, before, after, described)
         if not values.differing and described[0] == described[1]:
             return None
-        return Change(
+        return ChangedLeaf(
             self.label + name,
             *described,
             values.farthest,
@@ -260,7 +260,7 @@ class _Pair:
 
     def recorded_change(
         self, name: str, before: Any, after: Any, described: tuple[str, str]
-    ) -> Change | None:
+    ) -> ChangedLeaf | None:
         if not recorded_difference(before, after):
             return None
         if isinstance(before, Plain) != isinstance(after, Plain):
@@ -268,7 +268,7 @@ class _Pair:
             after, of_after = self.with_value(self.b, name, after)
             described = of_before, of_after
         nan, inf = plain_became(before, after)
-        return Change(self.label + name, *described, became_nan=nan, became_inf=inf)
+        return ChangedLeaf(self.label + name, *described, became_nan=nan, became_inf=inf)
 
     def with_value(self, view: View | None, name: str, leaf: Any) -> tuple[Any, str]:
         """Return the number and the description of a leaf, if a plain value became an array without axes or the

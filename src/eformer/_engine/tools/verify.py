@@ -129,8 +129,8 @@ def verify(
     damage then. `Verification.steps` has the result for each step.
 
     `signed_by` is a public key: the path of a PEM file, or its content. With it, `verify` also compares every byte of
-    every file with the signature; files that were added or removed since count as damage. If the signature is missing or
-    belongs to another key, raise SignatureError; in a run this counts as damage.
+    every file with the signature; files that were added or removed since count as damage. If the signature is missing
+    or belongs to another key, raise SignatureError; in a run this counts as damage.
 
     Example:
 
