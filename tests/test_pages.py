@@ -7,21 +7,15 @@ from support.pages import ROOT, long_lines, modules, pages
 MOST = 200  # characters in a line
 
 # Pages that are still to be wrapped. The list only gets shorter: a page leaves it when it has no long line.
-TO_WRAP = {"README.md"}
 OF_OTHER_PACKAGES = {"eformer/jaximus/__init__.py"}
 PLACES = ["", "src/eformer/_engine", "src/eformer"]
 
 
-@pytest.mark.parametrize("page", [page for page in pages() if page not in TO_WRAP])
+@pytest.mark.parametrize("page", pages())
 def test_no_line_of_a_page_is_too_long(page):
     assert long_lines(page, MOST) == [], (
         f"{page}: wrap prose at about 110 characters, shorten cells of tables"
     )
-
-
-@pytest.mark.parametrize("page", sorted(TO_WRAP))
-def test_a_page_without_long_lines_leaves_the_list(page):
-    assert long_lines(page, MOST), f"{page} has no long line: take it out of TO_WRAP"
 
 
 @pytest.mark.parametrize("page", pages())
