@@ -6,7 +6,6 @@ from support.pages import ROOT, long_lines, modules, pages
 
 MOST = 200  # characters in a line
 
-# Pages that are still to be wrapped. The list only gets shorter: a page leaves it when it has no long line.
 OF_OTHER_PACKAGES = {"eformer/jaximus/__init__.py"}
 PLACES = ["", "src/eformer/_engine", "src/eformer"]
 

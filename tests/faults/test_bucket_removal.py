@@ -13,7 +13,7 @@ import safetensors.numpy
 
 from eformer import checkpoint
 from eformer._engine.formats import steps
-from eformer._engine.runs.retention import sweep
+from eformer._engine.runs.retention import sweep_remains as sweep
 from eformer._engine.stores import leases
 from eformer._engine.stores.bucket_removal import _Claim
 from eformer._engine.stores.checkpoints import held, remove_checkpoint, set_aside

@@ -67,7 +67,7 @@ class TestTensorStore(TensorStore, Directories):
 
     def test_an_index_that_lists_a_prefix_is_not_left_behind(self, manager, path):
         manager.save_pytree({"w": jnp.zeros(2)}, path, prefix="m")
-        with pytest.raises(ValueError, match=r"tensorstore_index.json is there"):
+        with pytest.raises(ValueError, match=r"tensorstore_index.json exists"):
             manager.save_pytree({"w": jnp.ones(2)}, path, prefix="m", write_index=False)
         assert_same(manager.load_pytree(path, line(), prefix="m")[0], {"w": jnp.zeros(2)})
 

@@ -216,7 +216,7 @@ def test_arrays_without_an_index_are_never_those_of_an_older_save(path, prefix):
 
 def test_an_index_that_lists_a_prefix_is_not_left_behind(path):
     tree_serialize_leaves(path, {"w": jnp.zeros(2)})
-    with pytest.raises(ValueError, match=rf"{INDEX} is there"):
+    with pytest.raises(ValueError, match=rf"{INDEX} exists"):
         tree_serialize_leaves(path, {"w": jnp.ones(2)}, write_index=False)
     assert_same(tree_deserialize_leaves(path, line()), {"w": jnp.zeros(2)})
 

@@ -27,9 +27,7 @@ def test_the_dtype_of_a_cast_is_called_by_its_name():
 
 
 def test_an_unknown_option_of_a_load_is_refused_with_the_nearest(tmp_path):
-    with pytest.raises(
-        TypeError, match=r"fields that LoadOptions does not: 'batches' \(nearest is 'batch'\)"
-    ):
+    with pytest.raises(TypeError, match=r"fields that LoadOptions lacks: 'batches' \(nearest is 'batch'\)"):
         load(tmp_path, options={"batches": 1})
     with pytest.raises(TypeError, match="must be LoadOptions or a dict of its fields, not 'fast'"):
         load(tmp_path, options="fast")

@@ -231,7 +231,7 @@ def test_zarr_and_tensorstore_are_one_format(tmp_path):
     save({"w": np.arange(3)}, tmp_path / "tensorstore", format="zarr", options={"reuse": True})
     assert (checkpoint.load(tmp_path / "tensorstore")["w"] == np.arange(3)).all()
     with pytest.raises(
-        ValueError, match=r"'x.safetensors' is the name of a safetensors file, and the format is 'zarr'"
+        ValueError, match=r"'x.safetensors' is the name of a safetensors file, but the format is 'zarr'"
     ):
         save({}, tmp_path / "x.safetensors", format="tensorstore")
 

@@ -122,8 +122,8 @@ class _Walk:
             most = _MOST_INNER
         if len(body) > most or self._decoded > _MOST_TIMES * self._stored + 4 * _MOST_DECODED:
             raise FormatError(
-                f"{self._directory / file} has a node of {len(data)} bytes that takes more than {len(body) - 1} to "
-                f"decode; at most {most} bytes or {_MOST_TIMES} times as many as are stored are allowed"
+                f"{self._directory / file} has a node of {len(data)} bytes that decodes to more than "
+                f"{len(body) - 1} bytes, expected at most {most} bytes or {_MOST_TIMES} times the stored bytes"
             )
         return _Fields(body)
 
@@ -180,7 +180,7 @@ class _Fields:
                 raise ValueError("a path in it is longer than all of it")
             if (total := total + nbytes) > _MOST_DECODED:
                 raise FormatError(
-                    f"a node whose table of files takes {total} bytes or more; at most {_MOST_DECODED} are allowed"
+                    f"a node whose table of files takes {total} bytes or more, expected at most {_MOST_DECODED}"
                 )
         self._data.seek(start)
 
