@@ -1,6 +1,8 @@
 """Directories are listed, entered and walked below an open descriptor."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -10,6 +12,7 @@ from eformer._engine.stores.directory import (
     open_inside,
     remove_opened,
     require_removable,
+    try_lock,
     walk,
 )
 from eformer.errors import FormatError
@@ -79,3 +82,30 @@ def test_without_the_system_call_no_descriptor_is_left_open(tmp_path, monkeypatc
             with pytest.raises(FileNotFoundError):
                 place.enter(path)
         assert len(os.listdir("/dev/fd")) == before
+
+
+def test_a_lock_ends_with_its_process_even_if_a_child_of_it_lives(tmp_path):
+    program = f"""
+import os, sys, time
+from eformer._engine.stores.directory import lock
+descriptor = os.open({str(tmp_path)!r}, os.O_RDONLY)
+lock(descriptor)
+if os.fork() == 0:
+    print("forked", flush=True)
+    time.sleep(5)  # longer than the rest of the test takes
+    os._exit(0)
+sys.stdin.read(1)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert parent.stdout.readline() == b"forked\n"
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    try:
+        with pytest.raises(BlockingIOError):
+            try_lock(descriptor)
+        parent.kill()
+        parent.wait()
+        try_lock(descriptor)
+    finally:
+        os.close(descriptor)
+        parent.stdin.close()
+        parent.stdout.close()

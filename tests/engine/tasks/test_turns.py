@@ -10,6 +10,7 @@ import pytest
 
 from eformer._engine.saving.save import Save
 from eformer._engine.stores.locate import store_at
+from eformer._engine.tasks.deadline import within
 from eformer._engine.tasks.turns import _Turns, turns
 from eformer.checkpoint import load, save, save_async, verify, wait
 
@@ -107,3 +108,17 @@ def test_a_timer_that_raises_while_a_save_takes_its_turn_does_not_make_later_one
     assert not turns.are_awaited(store_at(tmp_path).key)
     save(tree(2.0), tmp_path)
     assert load(tmp_path)["w"][0] == 2.0
+
+
+def test_a_save_waits_for_an_earlier_one_no_longer_than_its_deadline():
+    queue = _Turns()
+    first, second = queue.take("place", ""), queue.take("place", "")
+    with (
+        within(0.05, "SaveOptions(timeout=0.05)"),
+        pytest.raises(
+            TimeoutError, match=r"SaveOptions\(timeout=0\.05\) is over, and an earlier save to the same place"
+        ),
+    ):
+        second.wait()
+    first.end()
+    second.wait()

@@ -565,6 +565,7 @@ def lock(descriptor: int, *, shared: bool = False) -> None:
         except BlockingIOError:
             # The caller closes the descriptor after any error, which releases the lock.
             let_through(partial(fcntl.flock, descriptor, kind))
+        _note_lock(descriptor)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
@@ -576,10 +577,40 @@ def lock(descriptor: int, *, shared: bool = False) -> None:
 def try_lock(descriptor: int) -> None:
     """Take the lock of a file, or raise OSError if another process or thread holds it."""
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    _note_lock(descriptor)
 
 
 def unlock(descriptor: int) -> None:
     """Release the lock of a file. Closing the file is not enough, because a child that was forked meanwhile has it
     open, too."""
+    _locked.pop(descriptor, None)
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+# The descriptors that hold locks, and their files.
+_locked: dict[int, tuple[int, int]] = {}
+
+
+def _note_lock(descriptor: int) -> None:
+    status = os.fstat(descriptor)
+    _locked[descriptor] = status.st_dev, status.st_ino
+
+
+def _let_go_in_child() -> None:
+    """Let a forked child hold no lock of its parent: if the parent is killed, its lock would live as long as the child.
+
+    The child must not unlock the files either, because parent and child share one lock. It closes its copies, and puts
+    the null device in their places, so that code of the parent that goes on here finds no file of another kind.
+    """
+    for descriptor, file in _locked.items():
+        with suppress(OSError):
+            status = os.fstat(descriptor)
+            if (status.st_dev, status.st_ino) == file:  # else it was closed, and its number is used again
+                null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+                os.dup2(null, descriptor, inheritable=False)
+                os.close(null)
+    _locked.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from eformer._engine.tasks import interrupts
+from eformer._engine.tasks.deadline import time_left, told
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Container, Iterable, Iterator, Sequence
@@ -49,10 +50,14 @@ class _Turns:
         return any(where == key for where, *_ in self._under_way.copy().values())
 
     def wait(self, saves: Iterable[threading.Event]) -> None:
-        """Wait until these saves are over."""
+        """Wait until these saves are over. Raise TimeoutError at the deadline of the call."""
         for over in saves:
             while over in self._under_way:  # not only until the event: a collected turn leaves it unset
-                interrupts.wait_until(over.wait, _LOOK_AGAIN)
+                if limit := told():
+                    raise TimeoutError(
+                        f"{limit} is over, and an earlier save to the same place is still under way"
+                    )
+                interrupts.wait_until(over.wait, time_left(_LOOK_AGAIN))
 
     @property
     def has_background(self) -> bool:
@@ -109,7 +114,7 @@ class Turn:
             readers = [event for event, keys in self._queue._readers.items() if self._key in keys]
         for reader in readers:
             if reader not in self._inside:
-                interrupts.wait_until(reader.wait, _PATIENCE)
+                interrupts.wait_until(reader.wait, time_left(_PATIENCE))
 
     def end(self) -> None:
         self._forget()  # first: a save that the event wakes must find the turn gone
