@@ -565,7 +565,7 @@ def lock(descriptor: int, *, shared: bool = False) -> None:
         except BlockingIOError:
             # The caller closes the descriptor after any error, which releases the lock.
             let_through(partial(fcntl.flock, descriptor, kind))
-        _note_lock(descriptor)
+        _locked[descriptor] = os.fstat(descriptor)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
@@ -577,7 +577,7 @@ def lock(descriptor: int, *, shared: bool = False) -> None:
 def try_lock(descriptor: int) -> None:
     """Take the lock of a file, or raise OSError if another process or thread holds it."""
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    _note_lock(descriptor)
+    _locked[descriptor] = os.fstat(descriptor)
 
 
 def unlock(descriptor: int) -> None:
@@ -589,12 +589,7 @@ def unlock(descriptor: int) -> None:
 
 
 # The descriptors that hold locks, and their files.
-_locked: dict[int, tuple[int, int]] = {}
-
-
-def _note_lock(descriptor: int) -> None:
-    status = os.fstat(descriptor)
-    _locked[descriptor] = status.st_dev, status.st_ino
+_locked: dict[int, os.stat_result] = {}
 
 
 def _let_go_in_child() -> None:
@@ -605,8 +600,9 @@ def _let_go_in_child() -> None:
     """
     for descriptor, file in _locked.items():
         with suppress(OSError):
-            status = os.fstat(descriptor)
-            if (status.st_dev, status.st_ino) == file:  # else it was closed, and its number is used again
+            if os.path.samestat(
+                os.fstat(descriptor), file
+            ):  # else it was closed, and its number is used again
                 null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
                 os.dup2(null, descriptor, inheritable=False)
                 os.close(null)
