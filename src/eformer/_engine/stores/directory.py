@@ -600,9 +600,8 @@ def _let_go_in_child() -> None:
     """
     for descriptor, file in _locked.items():
         with suppress(OSError):
-            if os.path.samestat(
-                os.fstat(descriptor), file
-            ):  # else it was closed, and its number is used again
+            # Otherwise the descriptor was closed, and its number is used again.
+            if os.path.samestat(os.fstat(descriptor), file):
                 null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
                 os.dup2(null, descriptor, inheritable=False)
                 os.close(null)
