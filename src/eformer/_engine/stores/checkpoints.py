@@ -162,11 +162,11 @@ def _remove(place: Directory, name: str, identity: Identity, target: Directory, 
         raise changed
     with ExitStack() as stack:
         # A save commits under the lock of its directory: no save commits between this look and the rename.
+        locked = place
         if stat.S_ISDIR(status.st_mode):
             require_removable(place, name)
-            stack.enter_context(stack.enter_context(place.enter(name)).locked())
-        else:
-            stack.enter_context(place.locked())
+            locked = stack.enter_context(place.enter(name))
+        stack.enter_context(locked.locked())
         now = place.status(name)
         if now is None or _identity(now) != identity:
             raise changed
