@@ -37,7 +37,7 @@ def sentences() -> dict[str, list[str]]:
     return {
         "README.md": _compared(),
         "docs/index.md": [_beside_orbax(full())],
-        "docs/speed.md": [*_of_speed(full()), *_of_loop(), *_of_h200()],
+        "docs/speed.md": [_dates(), *_of_speed(full()), *_of_loop(), *_of_h200()],
         "docs/guides/training-run.md": _of_runs(),
         "docs/guides/buckets.md": _of_buckets(),
     }
@@ -109,6 +109,11 @@ def _times_orbax(results: dict[str, Any]) -> str:
     found = {(v.workload, v.bar.system, v.bar.what, v.bar.beside): v.reached or 0 for v in _verdicts(results)}
     save, load = (found["llama", "eformer", what, "orbax"] for what in ("save", "load"))
     return f"| **{save:.2g}, {load:.2g}** | 1 | | |"
+
+
+def _dates() -> str:
+    loop, h200 = (json.loads((RESULTS / f"{name}.json").read_text("utf-8")) for name in ("loop", "h200"))
+    return f"measured on {full()['date']}, the loop on {loop['date']}, the H200 on {h200['facts']['date']};"
 
 
 def _of_speed(results: dict[str, Any]) -> list[str]:
