@@ -63,7 +63,7 @@ def run(block, text, variables):
     if block.file:
         Path(block.file).write_text(text)
     elif block.language == "sh":
-        for line in filter(None, text.splitlines()):
+        for line in filter(None, text.replace("\\\n", " ").splitlines()):
             run_line(line, f"{block.page}, line {block.line}")
     else:
         with suppress(Done):
@@ -84,7 +84,9 @@ def run_line(line, where):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(b.language == "pycon" for b in blocks(page))])
 def test_the_sessions_of_a_page_show_what_happens(page):
-    assert doctest.testfile(str(ROOT / page), module_relative=False).failed == 0
+    # Output is wrapped like code, so that a page shows all of it.
+    options = doctest.NORMALIZE_WHITESPACE
+    assert doctest.testfile(str(ROOT / page), module_relative=False, optionflags=options).failed == 0
 
 
 def test_every_block_is_of_a_known_kind():

@@ -2,9 +2,10 @@
 
 import pytest
 
-from support.pages import ROOT, long_lines, modules, pages
+from support.pages import ROOT, blocks, long_lines, modules, pages
 
 MOST = 200  # characters in a line
+MOST_CODE = 80  # in a line of code: the column of the site is no wider
 
 OF_OTHER_PACKAGES = {"eformer/jaximus/__init__.py"}
 PLACES = ["", "src/eformer/_engine", "src/eformer"]
@@ -15,6 +16,13 @@ def test_no_line_of_a_page_is_too_long(page):
     assert long_lines(page, MOST) == [], (
         f"{page}: wrap prose at about 110 characters, shorten cells of tables"
     )
+
+
+@pytest.mark.parametrize("page", pages())
+def test_no_line_of_code_is_cut_on_the_site(page):
+    code = [block for block in blocks(page) if not block.language.startswith("{")]
+    long = [line for block in code for line in block.text.splitlines() if len(line) > MOST_CODE]
+    assert long == [], f"{page}: wrap code at {MOST_CODE} characters, put comments above the line"
 
 
 @pytest.mark.parametrize("page", pages())

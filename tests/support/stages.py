@@ -37,11 +37,7 @@ class Done(KeyboardInterrupt):
 STAGES: dict[str, Callable[[], dict[str, Any]]] = {}
 REPLACED: dict[str, dict[str, str]] = {
     # A store of this process has the same rules as a bucket.
-    "docs/guides/buckets.md": {
-        'save(state, "s3:': 'save(state, "memory:',
-        'load("s3:': 'load("memory:',
-        'Run("s3:': 'Run("memory:',
-    },
+    "docs/guides/buckets.md": {'"s3://my-bucket/': '"memory://my-bucket/'},
     "docs/guides/reports.md": {"memory=2 * 10**9": "memory=10**10"},  # the process of the tests may take more
     "docs/guides/training-run.md": {"/dev/shm/llama": "near"},
     "docs/guides/from-pytorch.md": {"model.embed.weight": "0.weight"},
