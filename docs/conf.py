@@ -25,15 +25,29 @@ extensions = [
     "sphinx_copybutton",
 ]
 root_doc = "docs/index"
-include_patterns = ["docs/**", "*.md", "bench/results/*.md", "faults/results/*.md"]
-exclude_patterns = [".*", "src", "tests", "README.md", "docs/_build", "docs/_site", "*/.scratch*"]
+include_patterns = [
+    "docs/**",
+    "*.md",
+    "bench/results/*.md",
+    "faults/results/*.md",
+]
+exclude_patterns = [
+    ".*",
+    "src",
+    "tests",
+    "README.md",
+    "docs/_build",
+    "docs/_site",
+    "*/.scratch*",
+]
 
 myst_heading_anchors = 4  # links to headings are checked, too
 
 default_role = "code"  # of single backticks in docstrings
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
-autodoc_typehints = "none"  # signatures stay readable: docstrings say what the arguments are
+# signatures stay readable: docstrings say what the arguments are
+autodoc_typehints = "none"
 
 highlight_language = "none"  # of blocks that say nothing else
 smartquotes = False  # options such as --to stay options that can be copied
@@ -42,7 +56,8 @@ html_title = f"eformer {release}"
 html_static_path = ["_site/static"]
 html_css_files = ["site.css"]
 templates_path = ["_site/templates"]
-html_additional_pages = {"index": "redirect.html"}  # the start page is docs/index.html
+# the start page is docs/index.html
+html_additional_pages = {"index": "redirect.html"}
 html_copy_source = False
 html_show_sphinx = False
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
@@ -70,7 +85,9 @@ class NotebookParser(MystParser):
     supported = ("ipynb",)
 
     def parse(self, inputstring, document):
-        super().parse(as_markdown(inputstring, Path(document["source"]).name), document)
+        super().parse(
+            as_markdown(inputstring, Path(document["source"]).name), document
+        )
 
 
 def add_navigation(app, name, source):
@@ -96,8 +113,12 @@ def simplify_signature(app, what, name, obj, options, signature, returns):
 def show_examples(app, context, lines):
     """Show the examples in the help of a command as code. sphinx-click gives them as lines that begin with a bar."""
     text = "\n".join(lines)
-    block = lambda found: "::\n\n" + re.sub(r"^\| ", "    ", found[0], flags=re.MULTILINE)  # noqa: E731
-    lines[:] = re.sub(r"(^\| .*\n?)+", block, text, flags=re.MULTILINE).split("\n")
+    shown = re.sub(r"(^\| .*\n?)+", _as_literal, text, flags=re.MULTILINE)
+    lines[:] = shown.split("\n")
+
+
+def _as_literal(found):
+    return "::\n\n" + re.sub(r"^\| ", "    ", found[0], flags=re.MULTILINE)
 
 
 def setup(app):

@@ -43,7 +43,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         save_steps(np.random.default_rng(0))
-        page = checkpoint.report("llama/step-2000", "llama/step-1000").save("report.html")
+        page = checkpoint.report("llama/step-2000", "llama/step-1000").save(
+            "report.html"
+        )
         for name, flags in PICTURES.items():
             take_picture(Path(folder) / page, HERE / name, flags)
             print(f"{HERE / name}: {(HERE / name).stat().st_size:,} bytes")
@@ -51,27 +53,56 @@ def main() -> None:
 
 def save_steps(rng: np.random.Generator) -> None:
     mesh = jax.make_mesh((2, 4), ("data", "model"))
-    model = {name: trained(rng, name, shape) for name, shape in shapes().items()}
+    model = {
+        name: trained(rng, name, shape) for name, shape in shapes().items()
+    }
     for step in (1000, 2000):
-        placed = {name: place(name, value, mesh) for name, value in model.items()}
-        checkpoint.save(nested(placed), f"llama/step-{step}", metadata={"step": step, "learning_rate": 3e-4})
-        model = {name: value + moved(rng, name, value) for name, value in model.items()}
+        placed = {
+            name: place(name, value, mesh) for name, value in model.items()
+        }
+        checkpoint.save(
+            nested(placed),
+            f"llama/step-{step}",
+            metadata={"step": step, "learning_rate": 3e-4},
+        )
+        model = {
+            name: value + moved(rng, name, value)
+            for name, value in model.items()
+        }
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.embedding": (VOCABULARY, WIDTH)}
+    found: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.embedding": (VOCABULARY, WIDTH)
+    }
     for layer in range(LAYERS):
-        found |= {f"model.layers.{layer}.{name}.kernel": shape for name, shape in KERNELS.items()}
-        found |= {f"model.layers.{layer}.{name}.scale": (WIDTH,) for name in ("input_norm", "post_norm")}
-    return found | {"model.norm.scale": (WIDTH,), "lm_head.kernel": (WIDTH, VOCABULARY)}
+        found |= {
+            f"model.layers.{layer}.{name}.kernel": shape
+            for name, shape in KERNELS.items()
+        }
+        found |= {
+            f"model.layers.{layer}.{name}.scale": (WIDTH,)
+            for name in ("input_norm", "post_norm")
+        }
+    return found | {
+        "model.norm.scale": (WIDTH,),
+        "lm_head.kernel": (WIDTH, VOCABULARY),
+    }
 
 
-def trained(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def trained(
+    rng: np.random.Generator, name: str, shape: tuple[int, ...]
+) -> np.ndarray:
     """Return values like those of trained models: rows of different sizes, a few large elements, scales around one."""
     if name.endswith("scale"):
         return 1 + 0.2 * rng.standard_normal(shape) * rng.random(shape)
     rows = np.exp(0.25 * rng.standard_normal((shape[0], 1)))
-    return 0.02 * rows * rng.standard_normal(shape) * np.where(rng.random(shape) < 0.01, 2.5, 1)
+    return (
+        0.02
+        * rows
+        * rng.standard_normal(shape)
+        * np.where(rng.random(shape) < 0.01, 2.5, 1)
+    )
 
 
 def moved(rng: np.random.Generator, name: str, value: np.ndarray) -> np.ndarray:
@@ -97,10 +128,19 @@ def moved(rng: np.random.Generator, name: str, value: np.ndarray) -> np.ndarray:
 
 def place(name: str, value: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
     if name.endswith("scale"):
-        return jax.device_put(jnp.asarray(value, jnp.float32), NamedSharding(mesh, PartitionSpec(None)))
+        return jax.device_put(
+            jnp.asarray(value, jnp.float32),
+            NamedSharding(mesh, PartitionSpec(None)),
+        )
     is_output = any(part in name for part in ("o_proj", "down_proj", "embed"))
-    spec = PartitionSpec("model", "data") if is_output else PartitionSpec("data", "model")
-    return jax.device_put(jnp.asarray(value, jnp.bfloat16), NamedSharding(mesh, spec))
+    spec = (
+        PartitionSpec("model", "data")
+        if is_output
+        else PartitionSpec("data", "model")
+    )
+    return jax.device_put(
+        jnp.asarray(value, jnp.bfloat16), NamedSharding(mesh, spec)
+    )
 
 
 def nested(flat: dict[str, jax.Array]) -> dict:
@@ -131,10 +171,20 @@ def take_picture(page: Path, picture: Path, more: list[str]) -> None:
         "--disable-sync",
         "--disable-quic",
     ]
-    flags += ["--no-sandbox"] if os.geteuid() == 0 else []  # which a browser that root runs does not have
+    flags += (
+        ["--no-sandbox"] if os.geteuid() == 0 else []
+    )  # which a browser that root runs does not have
     profile = f"--user-data-dir={page.parent / 'profile'}"
     size = ["--window-size=1000,690", "--force-device-scale-factor=2"]
-    command = [browser, *flags, *more, profile, *size, f"--screenshot={picture}", page.as_uri()]
+    command = [
+        browser,
+        *flags,
+        *more,
+        profile,
+        *size,
+        f"--screenshot={picture}",
+        page.as_uri(),
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
 
 

@@ -14,7 +14,11 @@ _PLURAL = re.compile(r"(`[^`]+`)s\b")  # which has to be marked: `array`s
 
 def as_rst(lines: Iterable[str], field: str = "param") -> list[str]:
     """Return the lines of a docstring as reStructuredText. `field` is the role of a table's rows."""
-    converted = (line for paragraph in _paragraphs(lines) for line in (*_converted(paragraph, field), ""))
+    converted = (
+        line
+        for paragraph in _paragraphs(lines)
+        for line in (*_converted(paragraph, field), "")
+    )
     return [_PLURAL.sub(r"\1\\ s", line) for line in converted]
 
 
@@ -47,14 +51,18 @@ def _converted(paragraph: list[str], field: str) -> list[str]:
     if _is_table(paragraph):
         return [f":{field} {name}: {text}" for name, text in _table(paragraph)]
     if _INDENTED.match(paragraph[0]):
-        language = "pycon" if paragraph[0].lstrip().startswith(">>>") else "python"
+        language = (
+            "pycon" if paragraph[0].lstrip().startswith(">>>") else "python"
+        )
         return [f".. code-block:: {language}", "", *paragraph]
     return paragraph
 
 
 def _is_table(paragraph: list[str]) -> bool:
     first = _ROW.fullmatch(paragraph[0])
-    return bool(first and first[2]) and all(_ROW.fullmatch(x) or x.startswith("  ") for x in paragraph)
+    return bool(first and first[2]) and all(
+        _ROW.fullmatch(x) or x.startswith("  ") for x in paragraph
+    )
 
 
 def _table(paragraph: list[str]) -> list[tuple[str, str]]:

@@ -14,7 +14,13 @@ def as_markdown(text: str, name: str) -> str:
     """Return a notebook as Markdown for MyST, with a link to the file itself after its first cell."""
     first, *others = json.loads(text)["cells"]
     link = f"{{download}}`Download this notebook <{name}>`: every cell shows what it showed when it was last run."
-    return "\n\n".join([*_cell(first), link, *(part for cell in others for part in _cell(cell))])
+    return "\n\n".join(
+        [
+            *_cell(first),
+            link,
+            *(part for cell in others for part in _cell(cell)),
+        ]
+    )
 
 
 def _cell(cell: Any) -> Iterator[str]:
