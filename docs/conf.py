@@ -2,6 +2,7 @@
 
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 from myst_parser.parsers.sphinx_ import MystParser
@@ -11,7 +12,7 @@ from eformer._version import __version__
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "_site"))
 
-from docstrings import as_rst  # noqa: E402  it is beside this file
+from docstrings import as_rst, typed  # noqa: E402  it is beside this file
 from notebooks import as_markdown  # noqa: E402
 
 project = "eformer"
@@ -46,8 +47,10 @@ myst_heading_anchors = 4  # links to headings are checked, too
 default_role = "code"  # of single backticks in docstrings
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
-# signatures stay readable: docstrings say what the arguments are
+# signatures stay readable: types are in the lists of arguments (docstrings.py)
 autodoc_typehints = "none"
+# types of other packages, which are on no page here
+nitpick_ignore_regex = [("py:class", r"(?!eformer\.).*")]
 
 highlight_language = "none"  # of blocks that say nothing else
 smartquotes = False  # options such as --to stay options that can be copied
@@ -72,11 +75,15 @@ RESULTS = {
     "Pending",
     "Placement",
     "Pruned",
+    "Report",
     "Resumed",
     "Step",
     "Verification",
     "View",
 }
+
+# Names of the API that a docstring may mean, in this order of modules.
+MODULES = ("eformer.checkpoint", "eformer.errors")
 
 
 class NotebookParser(MystParser):
@@ -97,8 +104,48 @@ def add_navigation(app, name, source):
 
 
 def convert_docstring(app, what, name, obj, options, lines):
-    is_result = what == "class" and name.rpartition(".")[2] in RESULTS
-    lines[:] = as_rst(lines, "ivar" if is_result else "param")
+    find = finder(name, obj)
+    lines[:] = as_rst(lines, types=types_of(obj), find=find)
+    if what == "property":
+        returned = types_of(obj.fget).get("return", "")
+        lines += [f":Type: {typed(returned, find)}", ""]
+
+
+def types_of(obj):
+    """Return the annotations of a function, or of a class and its constructor, as they are written."""
+    found = dict(getattr(obj, "__annotations__", {}))
+    if isinstance(obj, type):
+        found |= getattr(obj.__init__, "__annotations__", {})
+        found.pop("return", None)
+    return {
+        key: value for key, value in found.items() if isinstance(value, str)
+    }
+
+
+def finder(name, obj):
+    """Return a function that finds the full name of what a docstring of `obj` calls by a short name."""
+    own = {*types_of(obj), name.rpartition(".")[2]}
+    places = (name, name.rpartition(".")[0], *MODULES)
+
+    def find(short):
+        full = [f"{place}.{short}" for place in places]
+        known = documented_names()
+        return next((x for x in full if x in known and short not in own), None)
+
+    return find
+
+
+@cache
+def documented_names():
+    """Return the names that the API pages have, with the members of classes."""
+    directive = re.compile(
+        r"auto(?:function|class|exception):: (\S+)(?:\n +:members: (.+))?"
+    )
+    found = set()
+    for page in (HERE / "api").glob("*.md"):
+        for name, members in directive.findall(page.read_text("utf-8")):
+            found |= {name, *(f"{name}.{x}" for x in members.split(", ") if x)}
+    return found
 
 
 def simplify_signature(app, what, name, obj, options, signature, returns):
@@ -106,8 +153,10 @@ def simplify_signature(app, what, name, obj, options, signature, returns):
         return "", ""
     if signature and "_DEFAULT" in signature:
         kind = "LoadOptions" if name.endswith(".load") else "SaveOptions"
-        return signature.replace("_DEFAULT", f"{kind}()"), returns
-    return None
+        signature = signature.replace("_DEFAULT", f"{kind}()")
+    if what in ("function", "method"):
+        returns = types_of(obj).get("return")
+    return signature, returns
 
 
 def show_examples(app, context, lines):

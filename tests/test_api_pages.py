@@ -23,21 +23,6 @@ RESULTS = {
     "Conversion", "Diff", "Inspection", "LoadReport", "PathStat", "Pending", "Placement", "Pruned", "Report", "Resumed", "Step",
     "Verification", "View",
 }  # fmt: skip
-MAIN = [
-    *("abstract", "convert", "diff", "follow", "inspect", "latest", "load", "open", "placement", "prune"),
-    *(
-        "register_module",
-        "register_node",
-        "report",
-        "save",
-        "save_async",
-        "score",
-        "sign",
-        "steps",
-        "store_options",
-    ),
-    *("verify", "wait", "Run"),
-]
 VERBS = """
     Add Allow Ask Call Check Close Compare Compress Compute Convert Count Create Decompress Delete Describe Do Estimate
     Flatten Group Iterate Join Let Load Move Open Read Replace Report Replicate Restore Return Save Say Send Serialize Set Sign
@@ -70,10 +55,25 @@ def test_a_docstring_says_what_the_arguments_are(name):
     assert not missing, f"{name} does not explain {missing}"
 
 
-@pytest.mark.parametrize("name", MAIN)
-def test_the_main_functions_have_an_example(name):
-    text = inspect.getdoc(public()[f"eformer.checkpoint.{name}"])
-    assert re.search(r"^    (>>> |with )", text, re.MULTILINE)
+@pytest.mark.parametrize("name", [n for n in public() if n.startswith("eformer.checkpoint.")])
+def test_every_name_of_the_main_module_has_an_example(name):
+    assert has_example(public()[name])
+
+
+@pytest.mark.parametrize("name", [n for n, (call, _) in CALLS.items() if inspect.isclass(call)])
+def test_every_class_has_an_example(name):
+    assert has_example(CALLS[name][0])
+
+
+def has_example(named):
+    return re.search(r"^    (>>> |with )", inspect.getdoc(named), re.MULTILINE)
+
+
+def test_the_attributes_of_a_run_are_described(tmp_path):
+    with eformer.checkpoint.Run(tmp_path / "run") as run:
+        attributes = [name for name in vars(run) if name[0] != "_"]
+    assert attributes
+    assert set(attributes) <= set(docstrings().rows(inspect.getdoc(run)))
 
 
 @pytest.mark.parametrize("name", [name for name, (_, text) in CALLS.items() if ">>>" in text])
@@ -114,19 +114,27 @@ def _forget_modules():
     modules._framework_of.cache_clear()
 
 
-def test_a_docstring_becomes_text_that_sphinx_understands():
+def docstrings():
+    """Return the module of the site that turns docstrings into text that Sphinx understands."""
     sys.path.insert(0, str(ROOT / "docs" / "_site"))
     try:
-        from docstrings import as_rst
+        return importlib.import_module("docstrings")
     finally:
         sys.path.pop(0)
+
+
+def test_a_docstring_becomes_text_that_sphinx_understands():
     text = """\
-        Do it to `array`s.
+        Do it to `array`s, as `do` does.
 
         one        the first,
-                   in two lines
+                   in two lines, such as s3://x
         two, three
                    the others
+
+        Where to:
+
+        four       the `Others`
 
             plain code
 
@@ -134,10 +142,17 @@ def test_a_docstring_becomes_text_that_sphinx_understands():
             >>> do()
         """
     expected = """\
-        Do it to `array`\\ s.
+        Do it to `array`\\ s, as :py:obj:`do <m.do>` does.
 
-        :param one: the first, in two lines
-        :param two, three: the others
+        **one** : int \\| None
+            the first, in two lines, such as s3\\://x
+        **two**, **three**
+            the others
+
+        .. rubric:: Where to
+
+        **four** : Sequence[\\ :py:obj:`Others <m.Others>`\\ ]
+            the :py:obj:`Others <m.Others>`
 
         .. code-block:: python
 
@@ -149,5 +164,9 @@ def test_a_docstring_becomes_text_that_sphinx_understands():
 
             >>> do()
         """
-    found = as_rst(textwrap.dedent(text).splitlines())
+    found = docstrings().as_rst(
+        textwrap.dedent(text).splitlines(),
+        types={"one": "int | None", "four": "Sequence[Others]"},
+        find={"do": "m.do", "Others": "m.Others"}.get,
+    )
     assert "\n".join(found).strip() == textwrap.dedent(expected).strip()

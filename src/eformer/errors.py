@@ -64,6 +64,11 @@ class Damage:
     start     the first damaged byte
     stop      the byte after the last; 0 if the problem concerns the file as a whole, such as its length
     problem   a description of the damage
+
+    Example:
+
+        >>> for damage in checkpoint.verify("run/step-100").damages:
+        ...     print(damage.leaf, damage.file, damage.start, damage.stop)
     """
 
     leaf: str

@@ -97,7 +97,13 @@ class PathStat(dict[str, Any]):
 
 
 class LocalPath(PosixPath):
-    """A pathlib path whose `write_bytes` and `write_text` create parent directories, and are atomic and durable."""
+    """A pathlib path whose `write_bytes` and `write_text` create parent directories, and are atomic and durable.
+
+    Example:
+
+        >>> LocalPath("notes/today.txt").write_text("hello")
+        5
+    """
 
     def stat(self, *, follow_symlinks: bool = True) -> PathStat:  # type: ignore[override]
         """Return the facts of `os.stat`, also by the keys size, mtime, ctime, atime, mode, uid and gid.

@@ -75,6 +75,11 @@ class CheckpointMetadata:
     array_metadata      shape and dtype by key
     framework_version   the version of jax
     custom_metadata     the `metadata` of the save
+
+    Example:
+
+        >>> CheckpointMetadata(timestamp="2026-01-01").to_dict()["timestamp"]
+        '2026-01-01'
     """
 
     version: str = "0.0.90"

@@ -62,7 +62,12 @@ SaveCallback = Callable[[str, Any, dict[str, Any]], object]
 
 @dataclass(frozen=True)
 class CheckpointInterval:
-    """Save at every multiple of `every`, up to the step `until`; None for no end."""
+    """Save at every multiple of `every`, up to the step `until`; None for no end.
+
+    Example:
+
+        >>> rules = [CheckpointInterval(every=100, until=1000), CheckpointInterval(every=1000)]
+    """
 
     every: int
     until: int | None = None

@@ -149,6 +149,12 @@ class LoadReport:
     left_out    leaves of the checkpoint that `like` lacks, or that a rule leaves out
     resized     loaded leaves that `resize` brought to the shape in `like`
     code        functions from `like`, because a checkpoint does not hold functions
+
+    Example:
+
+        >>> state, report = checkpoint.load("run/step-100", like=state, partial=True, return_report=True)
+        >>> report.kept, report.left_out
+        ((), ())
     """
 
     loaded: tuple[str, ...] = ()

@@ -40,6 +40,11 @@ class Report:
     path   the checkpoint or the run that it describes
     data   its facts, as JSON
     html   the page
+
+    Example:
+
+        >>> checkpoint.report("run/step-100").save("report.html")
+        'report.html'
     """
 
     path: str

@@ -44,6 +44,12 @@ class SaveOptions:
                       compressed or stored in a database
     compression       "zstd" compresses every chunk; None compresses nothing
     ocdbt             store all arrays in one OCDBT database instead of one directory each, for fewer files
+
+    Example:
+
+        >>> options = checkpoint.SaveOptions(dtype="bfloat16", threads=4)
+        >>> checkpoint.save(params, "half", options=options)
+        'half'
     """
 
     max_shard_bytes: int = 5_000_000_000
@@ -95,6 +101,11 @@ class LoadOptions:
                     takes them from `Run(options=)`
     cache           directory of this machine that keeps the bytes read from a bucket for the next load; None for the
                     one in the environment variable EFORMER_CACHE, False for none
+
+    Example:
+
+        >>> options = checkpoint.LoadOptions(batch=100, timeout=60)
+        >>> state = checkpoint.load("run/step-100", options=options)
     """
 
     batch: int | None = None

@@ -28,6 +28,10 @@ class Every:
     minutes    save when this many minutes have passed since the last save
     at         save at these steps
     until      the rule ends after this step
+
+    Example:
+
+        >>> run = checkpoint.Run("runs/new", every=[Every(100, until=1000), Every(1000), Every(minutes=15)])
     """
 
     steps: int | None = None
@@ -57,6 +61,10 @@ class Keep:
     hours     keep the steps that were saved at most this many hours before the newest step
     at        keep these steps
     foreign   also count and remove steps of other programs, such as Orbax; without such a rule they stay
+
+    Example:
+
+        >>> run = checkpoint.Run("runs/new", keep=[Keep(last=2), Keep(every=10_000), Keep(best=3, by="loss")])
     """
 
     every: int | None = None
@@ -88,6 +96,11 @@ class Near:
 
     path    a directory in memory or on a local disk of each host, such as "/dev/shm/llama"
     every   when `Run.after` saves there: a number of steps, a timedelta, an `Every`, or several
+
+    Example:
+
+        >>> near = checkpoint.Near("/dev/shm/llama", every=50)
+        >>> run = checkpoint.Run("runs/new", every=1000, near=near)
     """
 
     path: str | os.PathLike[str]

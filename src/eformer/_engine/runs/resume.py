@@ -49,6 +49,13 @@ class Resumed:
     step      how many steps are done
     skipped   the damaged steps that were skipped, with the reasons
     report    the `LoadReport` of the step: the leaves that were loaded, kept and left out
+
+    Example:
+
+        >>> with checkpoint.Run("run") as run:
+        ...     found = run.resume(like=state)
+        >>> found.step, found.skipped
+        (300, {})
     """
 
     tree: Any

@@ -73,11 +73,21 @@ class Run:
     fresh      start anew in a directory that has steps: the first save puts them aside under other names
                (`step-100.old`), and removes near steps. Not with `resume`
 
+    Attributes:
+
+    path       the directory or the URL of the run
+    step       how many steps are done: after `resume`, the number of the step that was loaded
+    stopping   True once a signal has arrived and the step is saved; then end the loop
+
     All processes of a job make the same calls. A step exists if it is whole in the directory; the run keeps no other
     list. If the directory has steps, call `resume` before the first save, or pass `fresh=True`; otherwise that save
     raises FileExistsError. So does a start in a directory of another program's checkpoints that a run cannot resume
     from.
     """
+
+    path: str
+    step: int
+    stopping: bool
 
     _seconds = staticmethod(time.monotonic)  # for rules by time; tests set another clock
 

@@ -44,7 +44,17 @@ class Scores(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a run. All fields but `number` and `path` are read from its manifest on first use."""
+    """A step of a run. Its other facts are read from its manifest on first use.
+
+    number   how many steps were done when it was saved
+    path     the path of its checkpoint
+
+    Example:
+
+        >>> step = checkpoint.steps("run")[-1]
+        >>> step.number, step.name, step.scores
+        (300, 'step-300', {'eval.loss': 0.5})
+    """
 
     number: int
     path: str

@@ -32,6 +32,14 @@ class Pending:
 
     `result` raises the error of the save. An error that is never retrieved is logged. The interpreter does not exit
     before the save has finished. A Ctrl-C ends that wait: the save is lost, and the previous checkpoint stays.
+
+    Example:
+
+        >>> pending = checkpoint.save_async(state, "run/step-400")
+        >>> pending.result()  # waits
+        'run/step-400'
+        >>> pending.done()
+        True
     """
 
     was_asked = True  # for `__del__`, which Python also calls if Ctrl-C interrupts `__init__`

@@ -54,6 +54,12 @@ class Conversion:
     leaves   the leaves of the result, by prefix
     notes    losses compared with the source, and possible surprises
     kept     names that no rule matches, which stay as they are
+
+    Example:
+
+        >>> plan = checkpoint.convert("run/step-100", "model.npz", dry_run=True)
+        >>> plan.nbytes
+        384
     """
 
     source: str

@@ -84,6 +84,12 @@ class Diff:
     changed     leaves that differ; leaves that became NaN or infinite come first
     unchanged   the number of equal leaves
     notes       differences outside the leaves: kinds of containers, metadata, files that were not compared
+
+    Example:
+
+        >>> found = checkpoint.diff("run/step-100", "run/step-200")
+        >>> found.same, found.unchanged
+        (False, 1)
     """
 
     a: str

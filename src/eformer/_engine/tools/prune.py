@@ -97,6 +97,12 @@ class Pruned:
                   of the checkpoint
     scores        removed score files whose checkpoint no longer exists
     nbytes        the bytes of the removed checkpoints
+
+    Example:
+
+        >>> plan = checkpoint.prune("run", keep=2, dry_run=True)
+        >>> plan.removed, plan.kept
+        (('step-100',), ('step-200', 'step-300'))
     """
 
     directory: str

@@ -58,6 +58,12 @@ class Verification:
     steps           for a run, the result for each step. The counts are then sums, and the damages have paths from the
                     run
     ok              whether nothing is damaged and no file is left out
+
+    Example:
+
+        >>> found = checkpoint.verify("run/step-100")
+        >>> found.ok, found.damages
+        (True, ())
     """
 
     path: str

@@ -51,6 +51,12 @@ class Inspection(Shown):
     left_out    files in the directory that are not read and may hold leaves
     signed_by   the id of the key that has signed the checkpoint, as the signature claims: only `verify` checks it
     digest      the digest of the manifest, which differs after every save
+
+    Example:
+
+        >>> found = checkpoint.inspect("run/step-100")
+        >>> found.format, list(found.trees[""].leaves)
+        ('safetensors', ['params.embedding', 'params.w'])
     """
 
     format: str
@@ -133,6 +139,13 @@ class View(Shown, Mapping[str, Any]):
 
     A view keeps up to 256 files of its checkpoint open, so it stays readable when a newer save replaces them. Close it,
     or use it as a context manager.
+
+    Example:
+
+        >>> with checkpoint.open("run/step-100") as view:
+        ...     rows = view["params.embedding"][:2]
+        >>> rows.shape
+        (2, 2)
     """
 
     def __init__(self, found: Found, prefix: str | None, cache: Cached = None, *, holds: bool = True) -> None:
