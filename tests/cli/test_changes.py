@@ -416,6 +416,17 @@ def test_help_lists_every_command_once_in_a_few_words():
     assert re.findall(r"^(\w+):$", shown, re.MULTILINE) == ["Options", "Look", "Runs", "Change", "Other"]
 
 
+def test_help_fits_eighty_columns():
+    for command in ("", *main.commands):
+        shown = run(*command.split(), "--help").stdout
+        assert [line for line in shown.splitlines() if len(line) > 80] == [], command
+
+
+def test_errors_of_usage_look_like_all_errors():
+    assert run("nothing", code=2).stderr.endswith("\n\nerror: no such command 'nothing'\n")
+    assert run("ls", code=2).stderr.endswith("\n\nerror: missing argument 'PATH'\n")
+
+
 def test_help_shows_examples_as_they_are_typed():
     shown = run("convert", "--help").stdout
     assert "\n  eformer convert ./orbax/100 ./checkpoint --to zarr\n" in shown

@@ -1,11 +1,13 @@
 """`eformer steps`."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 
 from eformer.checkpoint import Run
+from support.commands import on_terminal
 from support.commands import run as command
 
 
@@ -28,6 +30,22 @@ def test_steps_are_listed_with_what_they_are(run):
         ["every", "0.05"],
         ["every", "0.0333333"],
     ]
+
+
+def test_the_table_fits_the_terminal_and_names_the_metrics_that_do_not(tmp_path):
+    with Run(tmp_path / "run", every=1) as run:
+        for step in (1, 2):
+            run.after(step, {"w": 0}, metrics={"loss": 0.5, "eval.loss": 0.25, "gradient.norm": step})
+    (tmp_path / "run" / "step-1" / "manifest.json").write_bytes(b"{")
+    text, _ = on_terminal("steps", tmp_path / "run", columns=64)
+    header, *lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in text.splitlines()]
+    assert header.split()[4:] == ["loss", "eval.loss"]
+    assert all(len(line) <= 64 for line in [header, *lines])
+    assert "damaged: " in " ".join(lines)
+    assert all(lines), "no empty line"
+    assert lines[-1].startswith("... and ")
+    assert "gradient.norm" in lines[-1]
+    assert "gradient.norm" in command("steps", tmp_path / "run").stdout.splitlines()[0]
 
 
 def test_shared_bytes_are_counted_once(run):

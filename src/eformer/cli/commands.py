@@ -43,12 +43,12 @@ def main(debug: bool) -> None:  # noqa: ARG001  read by the group
     eformer inspect ./checkpoint             show the format and the tree
     eformer ls ./checkpoint "*.bias"         list leaves, one line each
     eformer verify ./checkpoint              check every byte against its digest
-    eformer diff ./checkpoint ./other        show which leaves differ, and by how much
+    eformer diff ./checkpoint ./other        show which leaves differ
     eformer sign ./checkpoint --key private.pem
     eformer convert ./checkpoint model.safetensors --dtype bf16
     eformer report ./checkpoint              write a page for a browser
     eformer steps ./run                      list the steps of a run
-    eformer serve ./run                      show a run in a browser while it trains
+    eformer serve ./run                      show a run while it trains
     eformer prune ./run --keep 3             delete old checkpoints
     eformer demo                             try everything in ten seconds
     """
@@ -327,7 +327,7 @@ def convert(
     .npz or .msgpack.
 
     \b
-    eformer convert ./checkpoint ./hf --to safetensors --dtype bf16 --max-shard-size 5GB
+    eformer convert ./checkpoint ./hf --to safetensors --max-shard-size 5GB
     eformer convert ./orbax/100 ./checkpoint --to zarr
     eformer convert ./hf ./mine --to safetensors --rename rules.txt --dry-run
     eformer convert ./lora ./adapter --to peft --config lora_alpha=32

@@ -10,6 +10,7 @@ import re
 import sys
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,23 @@ def say(text: str, colour: str | None = None, *, bold: bool | None = None, err: 
 def print_error(problem: str) -> None:
     """Print an error in red to standard error."""
     say(f"error: {problem}", "red", err=True)
+
+
+@contextmanager
+def _written_as_errors() -> Iterator[None]:
+    """Let click write an error of usage in the form of `print_error`, after the usage."""
+    try:
+        yield
+    except click.UsageError as error:
+        error.show = partial(_show_usage, error)  # type: ignore[method-assign]
+        raise
+
+
+def _show_usage(error: click.UsageError, file: Any = None) -> None:  # noqa: ARG001  the signature of click
+    if error.ctx is not None:
+        say(f"{error.ctx.get_usage()}\nTry '{error.ctx.command_path} --help' for help.\n", err=True)
+    problem = error.format_message().removesuffix(".")
+    print_error(problem[:1].lower() + problem[1:])
 
 
 # Arguments of the functions, as options of the command line.
@@ -131,11 +149,13 @@ class Commands(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.obj = "--json" in args
-        return super().parse_args(ctx, args)
+        with _written_as_errors():
+            return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with _written_as_errors():
+                return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except (ValueError, OSError, TypeError, RuntimeError, MemoryError, ImportError) as error:

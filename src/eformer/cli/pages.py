@@ -114,7 +114,7 @@ def serve(path: str, host: str, port: int, **keep: Any) -> None:
     \b
     eformer serve ./run
     eformer serve ./run --keep 3
-    eformer serve ./run --port 8090    # and on the other machine: ssh -L 8090:127.0.0.1:8090 host
+    eformer serve ./run --port 8090  # elsewhere: ssh -L 8090:127.0.0.1:8090 host
     """
     from eformer._engine.pages.server import serve as carry_out
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
@@ -162,41 +163,70 @@ def list_leaves(leaves: list[Facts], spellings: dict[str, dict[str, str]], on: C
         if "value" in leaf:
             line = printable(f"{name}  = {leaf['value']!r}")
         else:
-            shape = ",".join(map(str, leaf["shape"]))
-            line = printable(f"{name}  {size(leaf['bytes']):>8}  {leaf['dtype']}[{shape}]")
+            line = printable(f"{name}  {size(leaf['bytes']):>8}  {leaf['dtype']}{leaf['shape']}")
         on.print(Text(line), overflow="ignore", no_wrap=True, crop=False)
 
 
 def list_steps(steps: list[Facts], on: Console) -> None:
-    """Print a table of the steps of a run, with a column for each metric. Nothing is shortened."""
+    """Print a table of the steps of a run, with a column for each metric.
+
+    On a terminal, leave out the metrics that do not fit and name them at the end; a note that does not fit follows its
+    row. Piped output is complete, with one line for each step.
+    """
     metrics = list(dict.fromkeys(name for step in steps for name in step["metrics"]))
-    rows = [["Step", "Saved", "Size", "Why", *map(printable, metrics), ""]]
-    rows += [_step_row(step, metrics) for step in steps]
+    rows = [[*_STEP_COLUMNS, *map(printable, metrics)], *(_step_row(step, metrics) for step in steps)]
+    notes = ["", *map(_step_notes, steps)]
+    styles = ["bold", *map(_step_style, steps)]
     widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
-    left = {1, 3, len(widths) - 1}  # texts; numbers go to the right
-    styles = ["bold", *(_step_style(step) for step in steps)]
-    for row, style in zip(rows, styles, strict=True):
-        cells = [
-            set_cell_size(cell, width) if at in left else " " * (width - cell_len(cell)) + cell
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        on.print(Text("  ".join(cells).rstrip(), style=style), overflow="ignore", no_wrap=True, crop=False)
+    room = on.width if on.is_terminal else sys.maxsize
+    while len(widths) > len(_STEP_COLUMNS) and _table_width(widths) > room:
+        widths.pop()
+    for row, note, style in zip(rows, notes, styles, strict=True):
+        line = _aligned(row, widths)
+        if note and _table_width([*widths, cell_len(note)]) > room:
+            _print_line(line, style, on)
+            on.print(Padding(Text(note, style=style), (0, 0, 0, _INDENT)))
+        else:
+            _print_line(f"{line}  {note}", style, on)
+    if left_out := metrics[len(widths) - len(_STEP_COLUMNS) :]:
+        on.print(Text(f"... and {few(list(map(printable, left_out)))}: see --json", style="dim"))
+
+
+_STEP_COLUMNS = ("Step", "Saved", "Size", "Why")
+_TEXTS = {1, 3}  # columns that begin at the left; numbers end at the right
+
+
+def _table_width(widths: Sequence[int]) -> int:
+    return sum(widths) + 2 * len(widths) - 2
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
+    """Join the cells of a row, as far as there are widths."""
+    cells = [
+        set_cell_size(row[at], width) if at in _TEXTS else " " * (width - cell_len(row[at])) + row[at]
+        for at, width in enumerate(widths)
+    ]
+    return "  ".join(cells)
+
+
+def _print_line(line: str, style: str, on: Console) -> None:
+    on.print(Text(line.rstrip(), style=style), overflow="ignore", no_wrap=True, crop=False)
 
 
 def _step_row(step: Facts, metrics: list[str]) -> list[str]:
     saved = datetime.fromisoformat(step["saved_at"]).astimezone() if step["saved_at"] else None
+    when = f"{saved:%Y-%m-%d %H:%M:%S}" if saved else ""
     values = [f"{step['metrics'][name]:.6g}" if name in step["metrics"] else "" for name in metrics]
+    return [str(step["number"]), when, size(step["nbytes"]), printable(step["why"]), *values]
+
+
+def _step_notes(step: Facts) -> str:
     notes = [
         "resumed from" if step["is_resumed_from"] else "",
         "would be removed" if step["is_removed"] else "",
         f"damaged: {printable(step['problem'])}" if step["problem"] else "",
     ]
-    when = f"{saved:%Y-%m-%d %H:%M:%S}" if saved else ""
-    return [
-        *(str(step["number"]), when, size(step["nbytes"]), printable(step["why"])),
-        *values,
-        ", ".join(filter(None, notes)),
-    ]
+    return ", ".join(filter(None, notes))
 
 
 def _step_style(step: Facts) -> str:

@@ -225,6 +225,20 @@ def test_hints_point_at_the_nearest_name():
     assert hints == {"layers.0.kernal": " (nearest is 'layers.0.kernel')", "zzz": ""}
 
 
+@pytest.mark.parametrize(
+    ("pattern", "hint"),
+    [
+        ("*.kernal", " (nearest is '*.kernel')"),
+        ("layer.*.bais", " (nearest is 'layers.*.bias')"),
+        ("*.zzz", ""),
+        ("heads.*", " (nearest is 'head')"),  # a leaf, because no pattern would match
+    ],
+)
+def test_a_pattern_that_finds_nothing_has_a_hint_with_the_nearest_words(pattern, hint):
+    _, (problem,) = resolve([pattern], ["layers.0.kernel", "layers.1.bias", "head"])
+    assert problem == f"no leaf is named {pattern!r}, matches it or lies below it{hint}"
+
+
 # ------------------------------------------------------------------------------------------------ boxes
 
 

@@ -197,6 +197,7 @@ def nearest(name: str, existing: Iterable[str]) -> str | None:
 
 
 _WILDCARD = re.compile(r"[*?[]")
+_WORD = re.compile(r"[^.*?[\]]+")  # between the dots and wildcards of a pattern
 
 
 class Spellings:
@@ -237,6 +238,13 @@ class Spellings:
             if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(text, pattern)
         ]
 
+    def hint_for(self, pattern: str) -> str:
+        """Return a hint with the pattern whose words are the nearest words of names, if it matches a leaf."""
+        names = itertools.islice(self._names, _MOST_CANDIDATES)
+        words = dict.fromkeys(word for text in names for word in text.split("."))
+        near = _WORD.sub(lambda word: nearest(word[0], words) or word[0], pattern)
+        return f" (nearest is {near!r})" if self.matching(near) else ""
+
     def known(self) -> Iterator[str]:
         """Yield the readable spellings of the leaves, each followed by the subtrees that contain it."""
         seen = set[str]()
@@ -270,8 +278,9 @@ def resolve(spellings: Iterable[str], names: Iterable[str]) -> tuple[dict[str, N
         if not found:
             unknown.append(spelling)
         chosen.update(found)
+    patterns = {each: known.hint_for(each) for each in unknown[:_MOST_HINTS] if _WILDCARD.search(each)}
     problems += [
-        f"no leaf is named {spelling!r}, matches it or lies below it{hint}"
+        f"no leaf is named {spelling!r}, matches it or lies below it{patterns.get(spelling) or hint}"
         for spelling, hint in with_nearest(unknown, known.known())
     ]
     return {name: None for name in names if name in chosen}, problems
