@@ -378,6 +378,11 @@ class BucketCommands:
     def test_commands_say_what_is_missing(self, url):
         assert f"no checkpoint at {url}" in run("inspect", url, code=1).stderr
 
+    def test_commands_say_that_the_bucket_is_missing(self, url):
+        bucket = f"{url.partition('//')[0]}//eformer-missing"
+        done = run("inspect", f"{bucket}/x", code=1)
+        assert done.stderr.startswith(f"error: {bucket}: bucket eformer-missing does not exist")
+
     def test_commands_list_and_prune_the_steps_of_a_run(self, url):
         for step in (1, 2, 3):
             save(tree(), f"{url}/step-{step}")

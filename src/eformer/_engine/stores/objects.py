@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from msgspec import Struct
 
+from eformer._engine.stores.answers import in_words, is_no_bucket, known_error
 from eformer._engine.stores.base import SwapError
 from eformer._engine.stores.redact import Redactor
 from eformer._engine.tasks import interrupts
@@ -72,7 +73,7 @@ class _Bucket:
     ) -> None:
         self.server = server
         self.url, self._client, self._timeout = url, client, timeout
-        self._hide = hide or Redactor()
+        self.hide = hide or Redactor()
         self.is_unconditional = is_alone and not is_trusted
         self._has_conditions: bool | None = True if is_trusted else None  # None: not known yet
         self._probing = Lock()
@@ -89,7 +90,7 @@ class _Bucket:
 
     def _request(self, operation: str, key: str, work: Callable[[], Awaitable[T]]) -> T:
         """Carry out a request in the thread of the event loop, and wait for it."""
-        request, limit = _Request(operation, self.path_to(key), self._hide), time_left(self._timeout)
+        request, limit = _Request(operation, self.path_to(key), self), time_left(self._timeout)
         if limit == 0:
             raise request.slow()
 
@@ -201,7 +202,7 @@ class Objects(_Bucket):
         """
         _loop()  # raises in a forked process
         send = partial(self._client.put, key, chunk_size=PART_BYTES, max_concurrency=_PARTS_AT_ONCE)
-        return Stream(_Request("upload", self.path_to(key), self._hide), send, chunks)
+        return Stream(_Request("upload", self.path_to(key), self), send, chunks)
 
     async def _put(self, key: str, data: Any, **how: Any) -> None:
         await self._client.put_async(key, data, **how)
@@ -317,8 +318,8 @@ class Objects(_Bucket):
 class _Request:
     """A request under way: wait for it, and explain its errors."""
 
-    def __init__(self, operation: str, where: str, hide: Redactor) -> None:
-        self._operation, self._where, self._hide = operation, where, hide
+    def __init__(self, operation: str, where: str, bucket: _Bucket) -> None:
+        self._operation, self._where, self._bucket = operation, where, bucket
         self._to = "look it up" if operation == "look up" else f"{operation} it"
         self._began = time.monotonic()
 
@@ -354,19 +355,29 @@ class _Request:
         where = self._where
         try:
             yield
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if is_no_bucket(text := self._text(error)):
+                raise self._failure(text) from OSError(text)
             raise FileNotFoundError(f"{where} does not exist") from None
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
             raise _RefusedError(where) from None
         except exceptions.BaseError as error:
-            text = self._hide(str(error).partition("\n\nDebug source")[0])
-            if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
-                raise PermissionError(f"{where}: the server refuses to {self._to}: {text}") from None
+            text = self._text(error)
             if self._operation == "read" and _PAST_END.search(text):
                 raise _PastEndError(where) from None
             if any(sign in str(error) for sign in _SLOW):
                 raise self.slow() from None
-            raise OSError(f"{where}: the request to {self._to} failed after {self._took()}: {text}") from None
+            # The error of obstore may hold secrets; the chained error has its text without them.
+            raise self._failure(text) from OSError(text)
+
+    def _text(self, error: Exception) -> str:
+        return self._bucket.hide(str(error).partition("\n\nDebug source")[0])
+
+    def _failure(self, text: str) -> OSError:
+        """Return the error for an answer of the server, or for none."""
+        return known_error(text, self._bucket.url, self._where, self._to) or OSError(
+            f"{self._where}: the request to {self._to} failed after {self._took()}: {in_words(text)}"
+        )
 
 
 class Stream:

@@ -14,6 +14,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from eformer._engine.stores.answers import no_credentials
 from eformer._engine.stores.aws_profiles import Keys, OfBoto3, read_profile
 from eformer._engine.stores.redact import secrets_among
 
@@ -244,7 +245,17 @@ def _aws_login(asked: _Asked, profile: Profile) -> Keys | OfBoto3 | None:
     in_environ = any(map(asked.environ.get, ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE")))
     if not options.get("profile") and (in_environ or asked.is_true("AWS_SKIP_SIGNATURE")):
         return None
+    if profile.login is None and asked.is_true("AWS_EC2_METADATA_DISABLED") and not _may_log_in(asked):
+        machine = "; AWS_EC2_METADATA_DISABLED forbids to ask this machine"
+        raise no_credentials(asked.address.url, "s3", machine)
     return profile.login
+
+
+def _may_log_in(asked: _Asked) -> bool:
+    """Tell whether options or the environment of a container lead obstore to credentials, or away from them."""
+    is_told = any(name in asked.options for name in ("credential_provider", "skip_signature"))
+    in_container = any(name.startswith("AWS_CONTAINER_CREDENTIALS_") for name in asked.environ)
+    return is_told or in_container or bool(secrets_among(asked.options))
 
 
 # --------------------------------------------------------------------------------------------- Google
