@@ -23,6 +23,7 @@ from eformer._engine.pages.page import SCRIPTS, STYLES, asset, joined_assets
 from eformer._engine.pages.report import made
 from eformer._engine.pages.requests import WITH_SLASH, Answer, HttpRequest, RefusedError, as_error, as_json
 from eformer._engine.record.text import printable
+from eformer._engine.runs.removed import REMOVED_FILE
 from eformer._engine.stores.locate import store_at
 from eformer.errors import EformerError, NotFoundError
 
@@ -136,13 +137,13 @@ class Pages:
 
 
 def _is_run(path: str) -> bool:
-    """Tell whether a path is a run: a directory with steps, an empty directory, or a directory with `run.json` alone,
-    whose job has not saved yet."""
+    """Tell whether a path is a run: a directory with steps, an empty directory, or a directory with the files of a run
+    alone, whose job has not saved yet."""
     store = store_at(path)
     if is_checkpoint(store):
         return False
     try:
-        return bool(steps_in(store)) or store.kinds().keys() <= {RUN_FILE}
+        return bool(steps_in(store)) or store.kinds().keys() <= {RUN_FILE, REMOVED_FILE}
     except (FileNotFoundError, NotADirectoryError):
         return False
 

@@ -15,7 +15,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.steps import name_of_step
-from eformer._engine.pages.timeline import News, SeenStep, read_step, reasons
+from eformer._engine.pages.timeline import News, SeenStep, read_step, reasons, recorded
 from eformer._engine.record.text import printable
 from eformer._engine.runs.retention import by_series, removable
 from eformer._engine.runs.steps import resumed_from, steps
@@ -107,7 +107,9 @@ class LiveRun:
             self._tell(steps=(), problem=printable(str(error)), is_complete=True)
             return
         seen = self._merged(there)
-        self._tell(steps=tuple(seen.values()), problem=None)
+        # The files beside the steps change with them: the first step, or a removed one.
+        are_new = not self._news.is_complete or tuple(seen.values()) != self._news.steps
+        self._tell(steps=tuple(seen.values()), problem=None, **(recorded(self.store) if are_new else {}))
         self._read(there, seen)
         self._measure_sizes([*seen])
         self._tell(is_complete=True)
@@ -142,12 +144,13 @@ class LiveRun:
     def _retention(self, seen: Collection[SeenStep]) -> Json:
         """Return the steps that `prune` would remove by the rules, and the reasons why other steps stay."""
         facts = {step.name: step.facts for step in seen if step.is_read and step.problem is None}
-        if not self.rules or not facts:
+        rules = self._news.rules_or_own(self.rules)
+        if not rules or not facts:
             return {}
-        removed = (removable(self.store, series, self.rules, now=time.time()) for series in by_series(facts))
+        removed = (removable(self.store, series, rules, now=time.time()) for series in by_series(facts))
         return {
             "removed": frozenset(chain.from_iterable(removed)),
-            "reasons": reasons(facts, self.rules, resumed_from(self.store)),
+            "reasons": reasons(facts, rules, resumed_from(self.store)),
         }
 
     def _measure_sizes(self, names: Sequence[str]) -> None:

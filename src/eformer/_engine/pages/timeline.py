@@ -7,6 +7,7 @@ import math
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.pages.changes import SAME, is_of_optimizer, recorded_change, rounded
@@ -14,8 +15,9 @@ from eformer._engine.pages.contents import page_contents
 from eformer._engine.pages.reading import Room, TooLargeError, compared
 from eformer._engine.record.policies import StepFacts, counted_steps, kept_by
 from eformer._engine.record.text import count, printable, size
+from eformer._engine.runs.removed import removed_metrics
 from eformer._engine.runs.retention import by_series
-from eformer._engine.runs.steps import is_foreign, resumed_from, steps
+from eformer._engine.runs.steps import is_foreign, resumed_from, rules_of, steps
 from eformer._engine.stores.local import usage
 from eformer._engine.stores.locate import store_at
 from eformer._engine.tasks.progress import metered
@@ -29,8 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
     from eformer._engine.pages.contents import Leaf, PageContents
-    from eformer._engine.record.policies import Keep
-    from eformer._engine.runs.steps import Step
+    from eformer._engine.record.policies import Every, Keep
+    from eformer._engine.runs.removed import Metrics
+    from eformer._engine.runs.steps import Rules, Step
     from eformer._engine.stores.base import Store
     from eformer._engine.tasks.progress import Progress
     from eformer._engine.tools.compare import Comparison
@@ -40,6 +43,7 @@ Json = dict[str, Any]
 MOST_READ = 32 * 10**9  # bytes of steps that are read for the norms of their changes, the newest first
 
 _MOST_ALARMS = 20  # notes
+_MOST_NUMBERS = 10  # steps that a rule names
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,11 @@ class SeenStep:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """The steps of a run at one moment. Every change has a new `version`."""
+    """The steps of a run at one moment. Every change has a new `version`.
+
+    own    the rules that the job of the run has recorded
+    past   the metrics of steps that were removed, by number
+    """
 
     version: int = 0
     steps: tuple[SeenStep, ...] = ()
@@ -74,20 +82,32 @@ class News:
     reasons: Mapping[int, Sequence[str]] = field(default_factory=dict)
     problem: str | None = None
     is_complete: bool = False
+    own: Rules | None = None
+    past: Mapping[int, Metrics] = field(default_factory=dict)
 
     def as_json(self, url: str, rules: Sequence[Keep]) -> Json:
-        """Describe the run at `url` under these rules, as `source.run()` of a page returns it."""
+        """Describe the run at `url`, under these rules or its own, as `source.run()` of a page returns it."""
+        there = {step.number for step in self.steps}
+        past = {number: found for number, found in self.past.items() if number not in there}
+        every = (step.metrics for step in self.steps)
         return {
             "title": printable(url.rstrip("/").rpartition("/")[2] or url),
             "path": printable(url),
-            "rules": list(map(rule_text, rules)),
+            "rules": list(map(rule_text, self.rules_or_own(rules))),
+            "own": self.own
+            and {"every": list(map(every_text, self.own.every)), "keeps_all": self.own.keep is None},
             "steps": [self._step(step) for step in self.steps],
-            "metrics": list(dict.fromkeys(name for step in self.steps for name in step.metrics)),
+            "past": [{"number": number, "metrics": found} for number, found in past.items()],
+            "metrics": list(dict.fromkeys(chain.from_iterable((*every, *past.values())))),
             "nbytes": sum(self.sizes.get(step.name, 0) for step in self.steps) if self.is_complete else None,
             "has_values": False,
             "is_complete": self.is_complete,
             "notes": self._notes(),
         }
+
+    def rules_or_own(self, rules: Sequence[Keep]) -> Sequence[Keep]:
+        """Return the rules that a caller gave, otherwise those of the run."""
+        return rules or (self.own and self.own.keep) or ()
 
     def _step(self, step: SeenStep) -> Json:
         return {
@@ -162,6 +182,11 @@ def _news(store: Store, found: Sequence[Step], rules: Sequence[Keep]) -> News:
     )
 
 
+def recorded(store: Store) -> Json:
+    """Return the facts of `News` that files beside the steps record."""
+    return {"own": rules_of(store), "past": removed_metrics(store)}
+
+
 def run_facts(
     run: str | os.PathLike[str],
     rules: Sequence[Keep] = (),
@@ -175,7 +200,9 @@ def run_facts(
     With `values`, consecutive steps are compared, the newest first, until `MOST_READ` bytes were read.
     """
     store, found = store_at(run), steps(run)
-    news = _news(store, found, rules)
+    known = News(**recorded(store))
+    rules = known.rules_or_own(rules)
+    news = replace(_news(store, found, rules), own=known.own, past=known.past)
     sound = [step for step, seen in zip(found, news.steps, strict=True) if seen.problem is None]
     by_name = {seen.name: seen.facts for seen in news.steps if seen.problem is None}
     found_reasons = reasons(by_name, rules, resumed_from(store))
@@ -205,6 +232,18 @@ def alarms(shown: Sequence[Json]) -> list[str]:
         if step["change"]["special"]
     ]
     return became[:_MOST_ALARMS] or special
+
+
+def every_text(rule: Every) -> str:
+    """Describe when a rule saves, in a few words."""
+    parts = []
+    if rule.steps is not None:
+        parts.append(f"every {count(rule.steps, 'step')}")
+    if rule.minutes is not None:
+        parts.append(f"every {rule.minutes:g} minutes")
+    if rule.at:
+        parts.append(f"at {', '.join(map(str, rule.at[:_MOST_NUMBERS]))}")
+    return ", ".join(parts) + (f", until step {rule.until}" if rule.until is not None else "")
 
 
 def rule_text(rule: Keep) -> str:

@@ -22,6 +22,7 @@ from eformer._engine.record.policies import (
     warnings_of,
 )
 from eformer._engine.record.values import parse_json
+from eformer._engine.runs.removed import remember_metrics
 from eformer._engine.runs.steps import (
     Scores,
     found_of,
@@ -143,7 +144,9 @@ def remove_others(
         if kind not in told:
             logger.warning("%s: %s", path, warning)
         told.add(kind)
-    for name in removable(store, facts, rules, now=now, stay={*stay, *seen_last(sound)}):
+    planned = removable(store, facts, rules, now=now, stay={*stay, *seen_last(sound)})
+    remember_metrics(store, planned)
+    for name in planned:
         try:
             if (why := remove_step(store, name, identities.get(name))) is None:
                 removed.append(name)

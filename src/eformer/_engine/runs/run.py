@@ -26,7 +26,7 @@ from eformer._engine.runs.near import NearTier
 from eformer._engine.runs.resume import Job, Resumed, reasons_to_put_aside, rule_of_best
 from eformer._engine.runs.retention import remove_others, steady_clock
 from eformer._engine.runs.signals import Signals
-from eformer._engine.runs.steps import Step, path_to_step, steps_if_there
+from eformer._engine.runs.steps import Rules, Step, path_to_step, steps_if_there
 from eformer._engine.runs.writer import Writer
 from eformer._engine.saving.pending import Pending, run_in_background, wait_for_saves_below
 from eformer._engine.saving.start import start
@@ -115,7 +115,8 @@ class Run:
         if self._keep == ():
             raise ValueError(f"keep={keep!r}: no rule says which steps stay; None keeps all")
         self._end_store_options = options_during(self, self.path, self._options.store_options)
-        self._writer = Writer(store_at(self.path), secrets.token_hex(8))
+        rules = Rules(self._every, self._keep)
+        self._writer = Writer(store_at(self.path), secrets.token_hex(8), rules)
         self._near = None if near is None else NearTier(near, self._writer, self._options, self._seconds)
         self._job = Job(self.path, self._writer, self._near, self._options.timeout)
         self._signals = Signals(signals)

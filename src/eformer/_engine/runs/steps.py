@@ -1,5 +1,5 @@
-"""The steps of a run, and `run.json`, which names the job that writes the run and the step it was resumed from. No
-jax."""
+"""The steps of a run, and `run.json`, which names the job that writes the run, its rules, and the step it was resumed
+from. No jax."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 from eformer._engine.formats.find import FOREIGN, find_step, newest_step, problem_of
 from eformer._engine.formats.steps import RUN_FILE, is_checkpoint, name_of_step, steps_in
 from eformer._engine.record.lazy import lazy_property
+from eformer._engine.record.policies import Every, Keep  # noqa: TC001 - msgspec reads the annotations
 from eformer._engine.record.step_names import step_number
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder, parse_json
 from eformer._engine.stores.base import read_whole
@@ -258,15 +259,25 @@ def latest(path: str | os.PathLike[str]) -> str | None:
 # ------------------------------------------------------------------------------------------ run.json
 
 
+class Rules(msgspec.Struct, frozen=True):
+    """The rules of a run: when its job saves, and which steps stay. None keeps all."""
+
+    every: tuple[Every, ...] = ()
+    keep: tuple[Keep, ...] | None = None
+
+
 class Claim(msgspec.Struct, frozen=True):
-    """The writer of a run: the unique id of its job, the host and process for messages, and the step that the run was
-    resumed from."""
+    """The writer of a run: the unique id of its job, the host and process for messages, the step that the run was
+    resumed from, and its rules."""
 
     id: str
     host: str = ""
     pid: int = 0
     since: str = ""
     resumed_from: int | None = None
+    rules: msgspec.Raw = msgspec.Raw(
+        b"null"
+    )  # parsed by `rules_of` alone: unknown rules must not void the claim
 
     @classmethod
     def from_json(cls, data: bytes | None) -> Claim | None:
@@ -292,3 +303,12 @@ def resumed_from(store: Store) -> int | None:
     """Return the number of the step that a run was last resumed from, which always stays."""
     claim = claim_of(store)
     return claim.resumed_from if claim else None
+
+
+def rules_of(store: Store) -> Rules | None:
+    """Return the rules of the job that last wrote a run; None if they are not recorded, or cannot be parsed."""
+    claim = claim_of(store)
+    try:
+        return json_decoder(Rules).decode(claim.rules) if claim else None
+    except MALFORMED_JSON:
+        return None

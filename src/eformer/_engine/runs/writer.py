@@ -15,6 +15,7 @@ from eformer._engine.formats.find import later_of_flax
 from eformer._engine.formats.left_out import holds_leaves
 from eformer._engine.formats.steps import RUN_FILE, is_checkpoint, last_step_in
 from eformer._engine.record.step_names import OF_ANY_PROGRAM, OF_RUN
+from eformer._engine.runs.removed import forget_metrics_after
 from eformer._engine.runs.retention import sweep_remains
 from eformer._engine.runs.steps import Claim
 from eformer._engine.stores.base import read_whole, update_file
@@ -23,6 +24,7 @@ from eformer._engine.stores.leases import LEASES
 from eformer.errors import CorruptionError, NotFoundError, SupersededError
 
 if TYPE_CHECKING:
+    from eformer._engine.runs.steps import Rules
     from eformer._engine.stores.base import Kind, Store
 
 logger = logging.getLogger("eformer")
@@ -32,8 +34,9 @@ class Writer:
     """The writer of a run. The first process writes the id of its job to `run.json`, and every commit checks that the
     file still has this id."""
 
-    def __init__(self, store: Store, own_id: str) -> None:
+    def __init__(self, store: Store, own_id: str, rules: Rules | None = None) -> None:
         self.store, self.id = store, own_id
+        self._rules = _as_json(rules)
         self.has_claimed = False
 
     def claim(self) -> None:
@@ -47,7 +50,7 @@ class Writer:
         def claimed(data: bytes | None) -> bytes:
             before = Claim.from_json(data) if has_steps else None
             resumed_from = before.resumed_from if before else None
-            return Claim(self.id, socket.gethostname(), os.getpid(), now, resumed_from).to_json()
+            return Claim(self.id, socket.gethostname(), os.getpid(), now, resumed_from, self._rules).to_json()
 
         update_file(self.store, RUN_FILE, claimed, sweep=True)
         try:
@@ -57,8 +60,8 @@ class Writer:
         self.has_claimed = True
 
     def note_resumed(self, step: int | None) -> None:
-        """Record the step that the run goes on from, in the first process, so that `prune` keeps it. None stands for a
-        run that starts anew.
+        """Record the step that the run goes on from, in the first process, so that `prune` keeps it, and forget the
+        metrics of removed steps after it. None stands for a run that starts anew.
 
         Log a failure, and do not raise it: an open run remembers the step itself.
         """
@@ -79,6 +82,7 @@ class Writer:
             logger.warning(
                 "%s: the step that it was resumed from could not be recorded: %s", self.store.url, error
             )
+        forget_metrics_after(self.store, step)
 
     def _refuse_checkpoints(self, *, has_steps: bool) -> None:
         """Refuse a checkpoint as a run: it would be a run without steps. Refuse a directory whose newest checkpoint
@@ -112,6 +116,14 @@ class Writer:
                 f"{self.store.url} is written by another job since {claim.since}: process {claim.pid} on "
                 f"{claim.host}. This job no longer saves; end it, or start it again to take the run over"
             )
+
+
+def _as_json(rules: Rules | None) -> msgspec.Raw:
+    """Return rules as JSON, which only pages read; null if a number in them has no place in JSON."""
+    try:
+        return msgspec.Raw(msgspec.json.encode(rules, enc_hook=lambda number: number.item()))
+    except (AttributeError, TypeError, ValueError):
+        return msgspec.Raw(b"null")
 
 
 def _step_of_others(store: Store) -> str | None:

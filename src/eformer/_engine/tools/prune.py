@@ -24,7 +24,7 @@ from eformer._engine.formats.others.orbax_metadata import (
 )
 from eformer._engine.formats.others.orbax_reader import AGGREGATE
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX, split_shard
-from eformer._engine.formats.steps import CHECKPOINTER_FILE, MARKS, is_removed
+from eformer._engine.formats.steps import CHECKPOINTER_FILE, MARKS, RUN_FILE, is_removed
 from eformer._engine.formats.zarr.read import FOREIGN as ARRAYS
 from eformer._engine.record.indexes import INDEX, MANIFEST, ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.record.manifest import CommitLog
@@ -35,6 +35,7 @@ from eformer._engine.record.text import few
 from eformer._engine.record.values import parse_json
 from eformer._engine.record.zarray import ZARRAY
 from eformer._engine.runs import retention
+from eformer._engine.runs.removed import remember_metrics
 from eformer._engine.runs.steps import Step, found_of, is_foreign
 from eformer._engine.stores.base import read_whole, remove_files
 from eformer._engine.stores.checkpoints import sweep
@@ -351,6 +352,8 @@ def remove_planned(plan: Pruned) -> Pruned:
     """
     store, held, removed = store_at(plan.directory), dict[str, str](), list[str]()
     there = store.kinds()
+    if RUN_FILE in there:
+        remember_metrics(store, plan.planned)
     try:
         for name, planned in plan.planned.items():
             with suppress(FileNotFoundError):  # the run has removed it
