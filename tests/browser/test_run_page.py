@@ -89,9 +89,71 @@ def test_a_step_opens_in_its_own_page_and_the_way_back_is_there(live):
 def test_a_run_that_has_not_begun_waits_for_its_first_step(tmp_path, browser, serve):
     with serve(tmp_path) as url:
         page = Page(browser).open(url)
-        page.shows("No steps yet")
+        page.until(lambda: "waiting for the first step" in page.text().lower())
+        assert page.js("return document.getElementById('verification').className") == "state neutral"
+        assert page.browser.title.endswith("· no steps yet")
         save(tmp_path, 1)
         page.until(lambda: steps(page) == ["step-1"])
+
+
+def test_a_page_that_is_live_says_so_and_tells_screen_readers_of_new_steps(live, run):
+    live.until(lambda: live.js("return document.getElementById('live').textContent").startswith("live · "))
+    assert live.browser.title == "run · step 5"
+    save(run, 6)
+    live.until(
+        lambda: live.js("return document.querySelector('[role=status]').textContent") == "step-6 was saved"
+    )
+    assert live.browser.title == "run · step 6"
+
+
+@pytest.fixture
+def thinned(tmp_path, browser):
+    """The page of a run that has removed its first three steps."""
+    with checkpoint.Run(tmp_path / "run", every=1, keep=2) as run:
+        for step in range(1, 6):
+            run.after(step, {"w": np.full(2, step)}, metrics={"loss": float(step % 2)})
+    checkpoint.report(tmp_path / "run").save(tmp_path / "run.html")
+    return Page(browser).open((tmp_path / "run.html").as_uri())
+
+
+def test_curves_begin_where_the_run_began_and_say_what_is_under_the_pointer(thinned):
+    assert steps(thinned) == ["step-5", "step-4"]
+    curve = "return document.querySelector('.chart .curve').getAttribute('points').split(' ').length"
+    assert thinned.js(curve) == 5
+    assert thinned.js("return document.querySelector('.chart .axis-labels').textContent") == "12345"
+    thinned.js(
+        "const hit = document.querySelector('.chart .hit'), box = hit.getBoundingClientRect();"
+        "hit.dispatchEvent(new PointerEvent('pointermove', {bubbles: true, clientX: box.left + 2, clientY: box.top + 9}))"
+    )
+    thinned.until(
+        lambda: (
+            thinned.js("return document.querySelector('.tip')?.innerText")
+            == "loss 1 · step 1, removed\nloss 1"
+        )
+    )
+
+
+def test_curves_are_smoothed_as_far_as_the_slider_says(thinned):
+    curves = "return [...document.querySelectorAll('.chart .curve')].slice(0, 2).map((one) => one.getAttribute('points').split(',').length - 1)"
+    assert thinned.js(curves) == [5, 0]
+    thinned.js(
+        "const one = document.getElementById('smoothing'); one.value = 0.9; one.dispatchEvent(new Event('input'))"
+    )
+    assert thinned.js(curves) == [5, 5]
+    heights = "return document.querySelectorAll('.chart .curve')[1].getAttribute('points').split(' ').map((one) => Number(one.split(',')[1]))"
+    assert thinned.js(heights) == [8.0, 50.1, 34.6, 50.1, 39.8]  # a mean of 1, 0, 1, 0, 1
+
+
+def test_the_rules_of_the_run_are_shown_if_no_others_are_given(thinned):
+    assert "saves every step · keeps the last 2 · nothing would be removed" in thinned.text()
+
+
+def test_steps_are_cards_in_a_narrow_window(thinned):
+    thinned.browser.set_window_size(500, 800)
+    thinned.until(lambda: thinned.style("table.steps thead", "display") == "none")
+    assert not thinned.is_too_wide()
+    sizes = thinned.js("return getComputedStyle(document.querySelector('.steps td.num'), '::before').content")
+    assert sizes == '"Size"'
 
 
 def test_a_step_that_retention_removes_while_its_page_is_open_is_a_message(run, chromium, serve):

@@ -238,7 +238,7 @@ def every_text(rule: Every) -> str:
     """Describe when a rule saves, in a few words."""
     parts = []
     if rule.steps is not None:
-        parts.append(f"every {count(rule.steps, 'step')}")
+        parts.append("every step" if rule.steps == 1 else f"every {rule.steps:,} steps")
     if rule.minutes is not None:
         parts.append(f"every {rule.minutes:g} minutes")
     if rule.at:

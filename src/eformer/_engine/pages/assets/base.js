@@ -53,6 +53,7 @@ const eformer = {};
     if (Number.isInteger(n) && Math.abs(n) < 1e7) return minus(eformer.count(n));
     const size = Math.abs(n);
     if (size >= 1e-3 && size < 1e5) return minus(trimmed(n.toPrecision(digits)));
+    if (size >= 1e5 && size < 1e9) return minus(eformer.count(Math.round(n)));
     return minus(n.toExponential(digits - 1).replace(/\.?0+e/, "e").replace("e+", "e"));
   };
   const minus = (text) => text.replace("-", "−").replace("e-", "e−");
@@ -64,11 +65,14 @@ const eformer = {};
     if (part >= 9.995) return `${eformer.count(Number((100 * part).toPrecision(3)))} %`;
     return `${part < 0.001 ? trim((100 * part).toPrecision(2)) : (100 * part).toPrecision(3)} %`;
   };
-  eformer.time = (text) => {
+  eformer.time = (text, { hasZone = true } = {}) => {
     const when = new Date(text);
     if (!text || Number.isNaN(when.getTime())) return text ?? "";
-    return when.toISOString().slice(0, 16).replace("T", " ") + " UTC";
+    return when.toISOString().slice(0, 19).replace("T", " ") + (hasZone ? " UTC" : "");
   };
+  eformer.duration = (seconds) => seconds < 100 ? `${Math.max(0, Math.floor(seconds))} s` : seconds < 6000 ? `${Math.floor(seconds / 60)} min`
+    : seconds < 48 * 3600 ? `${trim((seconds / 3600).toFixed(1))} h` : `${trim((seconds / 86400).toFixed(1))} days`;
+  eformer.ago = (text) => `${eformer.duration((Date.now() - new Date(text)) / 1000)} ago`;
   eformer.shape = (shape) => shape.length ? shape.join(" × ") : "scalar";
 
   // Make control characters and marks of direction in a name visible, so that they have no effect.

@@ -39,13 +39,22 @@
     });
   };
 
-  // Poll the run. The server sends it only if it has changed.
+  // Poll the run. The server sends it only if it has changed. The badge says how long ago it answered.
   const runSource = () => {
-    let known = "";
+    let known = "", answered = new Date().toISOString();
+    const badge = eformer.h("span.live", { id: "live" }), status = eformer.h("p.sr", { role: "status", "aria-live": "polite" });
+    document.body.append(status);
+    const tick = () => {
+      badge.classList.toggle("gone", !notice.hidden);
+      badge.textContent = `${notice.hidden ? "live" : "not live"} · ${eformer.ago(answered)}`;
+    };
+    setInterval(tick, 1000);
     const look = async () => {
       try {
         const answer = await fetch("run.json", { cache: "no-store", headers: known ? { "If-None-Match": known } : {} });
         notice.hidden = true;
+        answered = new Date().toISOString();
+        tick();
         if (!answer.ok) return null;
         known = answer.headers.get("ETag");
         return await answer.json();
@@ -56,7 +65,8 @@
     };
     const waitFor = (run, drawing) => Math.max(run && !run.is_complete ? SOON : POLL, 4 * drawing) * (document.hidden ? 5 : 1);
     return {
-      kind: "run",
+      kind: "run", badge,
+      say: (text) => { if (text) status.textContent = text; },
       run: async () => await look() ?? never,
       stepLink: (step) => `step/${step.number}/`,
       follow(draw) {

@@ -68,7 +68,7 @@
     await showLeaf(path);
   };
 
-  const header = (summary) => h("header.top", h("div.brand", h("b", "eformer"), h("span.muted", summary.against ? "comparison" : "report"),
+  const header = (summary) => h("header.top", h("div.brand", h("b", "eformer"), h("span.muted", summary.kind === "run" ? "run" : summary.against ? "comparison" : "report"), summary.badge,
     summary.run ? h("a", { href: summary.run.href }, "← ", eformer.name(summary.run.title)) : null), eformer.themeButton());
   eformer.header = header;
 
