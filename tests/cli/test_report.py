@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eformer.checkpoint import Run, save
-from support.commands import EFORMER
+from support.commands import EFORMER, on_terminal
 from support.commands import run as command
 from support.damage import flip
 
@@ -107,6 +107,12 @@ def test_a_page_for_a_closed_standard_output_is_an_error(there):
         1,
         "error: standard output is closed: the page has nowhere to go\n",
     )
+
+
+def test_the_bar_of_a_run_counts_steps(there):
+    shown, _ = on_terminal("report", there, columns=120)
+    assert "1 of 1 steps" in shown
+    assert "bytes" not in shown
 
 
 def test_a_run_without_steps_says_so(tmp_path):

@@ -251,15 +251,15 @@ def test_it_reads_well(path):
     lines = text.splitlines()
     total = resident(load(path, mesh=line(), rules=RULES), line())
     first, *_, last = jax.devices()
-    assert lines[0] == f"8 devices, {first} to {last}: {total[first]:,} bytes each"
-    assert lines[1] == "  list.0 int32[8, 3] as P(): 96 bytes of [8, 3] a device"
-    assert f"  block.kernel float32[16, 8] as {P('model', None)}: 64 bytes of [2, 8] a device" in lines
+    assert lines[0] == f"8 devices, {first} to {last}: {total[first]} B each"
+    assert lines[1] == "  list.0 int32[8, 3] as P(): 96 B of [8, 3] a device"
+    assert f"  block.kernel float32[16, 8] as {P('model', None)}: 64 B of [2, 8] a device" in lines
 
 
 def test_devices_that_hold_more_are_shown_apart():
     text = str(Placement(dict(zip(jax.devices()[:3], (5, 7, 5), strict=True)), {}))
     first, second, third = jax.devices()[:3]
-    assert text.splitlines() == [f"2 devices, {first} to {third}: 5 bytes each", f"{second}: 7 bytes"]
+    assert text.splitlines() == [f"2 devices, {first} to {third}: 5 B each", f"{second}: 7 B"]
 
 
 def test_of_many_leaves_the_largest_are_shown():

@@ -17,7 +17,7 @@ from eformer._engine.loading.rules import PlaceableLeaf, place, warn_of_idle_rul
 from eformer._engine.loading.select import key_dtype
 from eformer._engine.record.dtypes import dtype_from_name, floating_dtype, is_floating
 from eformer._engine.record.manifest import UNREADABLE, parse_structure
-from eformer._engine.record.text import glance
+from eformer._engine.record.text import glance, size
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.trees.devices import is_key
 from eformer._engine.trees.flatten import flatten
@@ -69,7 +69,7 @@ class Placement:
         lines = [_on(devices, nbytes) for nbytes, devices in self._by_bytes().items()]
         largest = sorted(self.leaves.items(), key=lambda pair: -pair[1].shard_nbytes)
         lines += [
-            f"  {name} {p.dtype}{list(p.shape)} as {p.spec}: {p.shard_nbytes:,} bytes of {list(p.shard)} a device"
+            f"  {name} {p.dtype}{list(p.shape)} as {p.spec}: {size(p.shard_nbytes)} of {list(p.shard)} a device"
             for name, p in largest[:_MOST_SHOWN]
         ]
         if len(largest) > _MOST_SHOWN:
@@ -85,8 +85,8 @@ class Placement:
 
 def _on(devices: Sequence[Any], nbytes: int) -> str:
     if len(devices) == 1:
-        return f"{devices[0]}: {nbytes:,} bytes"
-    return f"{len(devices)} devices, {devices[0]} to {devices[-1]}: {nbytes:,} bytes each"
+        return f"{devices[0]}: {size(nbytes)}"
+    return f"{len(devices)} devices, {devices[0]} to {devices[-1]}: {size(nbytes)} each"
 
 
 @dataclass(frozen=True, slots=True)

@@ -302,7 +302,7 @@ def _changes(sound: Sequence[Step], memory: int | None, progress: Progress) -> I
     room = Room.within(memory, sides=2)
     known: dict[str, Comparison] = {}
     read = 0
-    with metered(progress, len(pairs), "comparing steps") as meter:
+    with metered(progress, len(pairs), "comparing", of="steps") as meter:
         for step, before in pairs:
             if read > MOST_READ:
                 return

@@ -95,13 +95,16 @@ def is_wanted(progress: Progress) -> bool:
 
 
 @contextmanager
-def metered(progress: Progress, total: int, doing: str) -> Iterator[Meter]:
-    """Yield a meter that reports to `progress`, and report the total on success. Raise errors of the callback."""
+def metered(progress: Progress, total: int, doing: str, *, of: str = "") -> Iterator[Meter]:
+    """Yield a meter that reports to `progress`, and report the total on success. Raise errors of the callback.
+
+    `of` names things that are counted in place of bytes, such as "steps"; a bar shows them.
+    """
     if not is_wanted(progress):
         yield SILENT
         return
     bar: AbstractContextManager[ProgressCallback] = (
-        nullcontext(progress) if callable(progress) else progress_bar(total, doing)
+        nullcontext(progress) if callable(progress) else progress_bar(total, doing, of)
     )
     with bar as callback:
         meter = Meter(total, callback)
@@ -116,12 +119,12 @@ def metered(progress: Progress, total: int, doing: str) -> Iterator[Meter]:
 
 
 @contextmanager
-def progress_bar(total: int, doing: str) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(total: int, doing: str, of: str) -> Iterator[Callable[[int, int], None]]:
     """Draw a progress bar, and yield the function that updates it with the bytes done and the total."""
     bar: Any = None
     is_broken = False
     with suppress(Exception):
-        bar = _Notebook(doing) if _is_notebook() else _Terminal(total, doing)
+        bar = _Notebook(doing, of) if _is_notebook() else _Terminal(total, doing, of)
 
     def update(done: int, total: int) -> None:
         nonlocal is_broken
@@ -144,30 +147,37 @@ def _is_notebook() -> bool:
     return bool(shell) and hasattr(shell, "kernel")
 
 
+def _amount(done: int, total: int, began: float, of: str) -> str:
+    """Return how much is done, and for bytes how fast."""
+    if of:
+        return f"{done:,} of {total:,} {of}"
+    rate = done / max(time.monotonic() - began, 1e-6)
+    return f"{size(done)} of {size(total)}, {size(rate)}/s"
+
+
 class _Terminal:
     """A bar on standard error, so that piped output stays clean."""
 
-    def __init__(self, total: int, doing: str) -> None:
+    def __init__(self, total: int, doing: str, of: str) -> None:
         from rich.console import Console  # late: importing rich takes a while
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-        from rich.progress import TransferSpeedColumn as Speed
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         class Quiet(Console):
             def on_broken_pipe(self) -> None:
                 """Raise instead of ending the program, as rich would."""
                 raise BrokenPipeError
 
-        self._file = _unbuffered(sys.stderr)
+        self._file, self._of, self._began = _unbuffered(sys.stderr), of, time.monotonic()
         left = TimeRemainingColumn(compact=True, elapsed_when_finished=True)
         # Redirect the output of the program only if it shares a terminal with the bar: a file gets it as it is.
         is_shared = sys.stdout is not None and sys.stdout.isatty()
         self._bars = Progress(
-            *(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), Speed(), left),
+            *(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"), left),
             console=Quiet(file=self._file),
             redirect_stdout=is_shared,
             redirect_stderr=is_shared,
         )
-        self._task = self._bars.add_task(doing, total=total)
+        self._task = self._bars.add_task(doing, total=total, amount="")
         try:
             self._bars.start()
         except BaseException:
@@ -175,7 +185,8 @@ class _Terminal:
             raise
 
     def update(self, done: int, total: int) -> None:
-        self._bars.update(self._task, completed=done)
+        amount = _amount(done, total, self._began, self._of)
+        self._bars.update(self._task, completed=done, amount=amount)
 
     def close(self) -> None:
         try:
@@ -200,9 +211,9 @@ def _unbuffered(stream: TextIO) -> TextIO:
 class _Notebook:
     """A bar of HTML below the cell. Needs only IPython, which a notebook has."""
 
-    def __init__(self, doing: str) -> None:
+    def __init__(self, doing: str, of: str) -> None:
         display = import_module("IPython.display")  # not a dependency
-        self._html, self._doing, self._start = display.HTML, doing, time.monotonic()
+        self._html, self._doing, self._of, self._start = display.HTML, doing, of, time.monotonic()
         self._handle = display.display(self._html(self._text(0, 0)), display_id=True)
 
     def update(self, done: int, total: int) -> None:
@@ -216,4 +227,4 @@ class _Notebook:
         left = f", {took * (total - done) / done:.0f} s left" if 0 < done < total else f", {took:.1f} s"
         style = "vertical-align: middle; width: 16em"
         bar = f'<progress value="{done}" max="{max(total, 1)}" style="{style}"></progress>'
-        return f"{html.escape(self._doing)} {bar} {size(done)} of {size(total)}, {size(done / took)}/s{left}"
+        return f"{html.escape(self._doing)} {bar} {_amount(done, total, self._start, self._of)}{left}"
