@@ -4,9 +4,11 @@ training run and resume it."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,12 +20,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eformer import checkpoint
+from eformer._engine.record.text import size
 from eformer._version import __version__
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 DEVICES = 8
+STEPS, EVERY = 200, 10  # of the run
 
 
 class AdamState(NamedTuple):
@@ -36,7 +40,10 @@ checkpoint.register_node(AdamState)  # lets checkpoints rebuild this namedtuple 
 
 
 def run(folder: Path) -> None:
-    """Write `step-100`, `step-200`, `hf` (other names), `damaged` and `run` to the folder, and print each result."""
+    """Write `step-100`, `step-200`, `hf` (other names), `damaged` and `run` to the folder, and print each result.
+
+    `run` has 200 steps with metrics; step 120 is damaged.
+    """
     use_cpu()
     devices = np.array(jax.devices())
     line, grid = Mesh(devices, ("devices",)), Mesh(devices.reshape(2, 4), ("data", "model"))
@@ -50,7 +57,20 @@ def run(folder: Path) -> None:
     convert(path, hf)
     refuse_another_model(state, path)
     catch_a_flipped_bit(path, folder / "damaged")
-    kill_and_resume(folder / "run", folder / "whole")
+    kill_and_resume(folder / "run")
+    damage_a_step(folder / "run")
+
+
+def tell(what: str, text: str) -> None:
+    """Print a line under a word in the margin. Wrap it at the width of the terminal, never in a word."""
+    first, *others = text.split("\n")
+    width = min(120, shutil.get_terminal_size((100, 24)).columns)
+    for n, line in enumerate([first, *map(str.strip, others)]):
+        margin = f"{'' if n else what:<10}"
+        echo(textwrap.fill(line, width, initial_indent=margin, subsequent_indent=" " * 10, **_WHOLE_WORDS))
+
+
+_WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def use_cpu() -> None:
@@ -76,28 +96,28 @@ def introduce(state: Any) -> None:
     leaves = jax.tree.leaves(state)
     nbytes = sum(leaf.nbytes for leaf in leaves if hasattr(leaf, "nbytes"))
     echo(f"eformer {__version__}, jax {jax.__version__}, {DEVICES} virtual devices")
-    echo(f"state     {len(leaves)} leaves, {nbytes / 1e6:.0f} MB, sharded by rows over {DEVICES} devices")
+    tell("state", f"{len(leaves)} leaves, {size(nbytes)}, sharded by rows over {DEVICES} devices")
 
 
 def save(state: Any, path: Path) -> None:
     pending, returned = timed(checkpoint.save_async, state, path, metadata={"run": "demo"})
     _, finished = timed(pending.result)
-    echo(f"save      {returned} until training may continue, then {finished.strip()} until it is on disk")
+    tell("save", f"{returned} until training may continue, then {finished.strip()} until it is on disk")
 
 
 def load(state: Any, path: Path, line: Mesh, grid: Mesh) -> None:
     loaded, took = timed(checkpoint.load, path, mesh=line)
-    echo(f"load      {took} on the same mesh: {compare(loaded, state)}")
+    tell("load", f"{took} on the same mesh: {compare(loaded, state)}")
     rules = [("embedding", P("model", None)), ("kernel", P("data", "model"))]
     loaded, took = timed(checkpoint.load, path, mesh=grid, rules=rules)
     kernel = loaded["params"]["layers"][0]["kernel"]
-    echo(f"reshard   {took} on a 2x4 mesh, kernels as {kernel.sharding.spec}: {compare(loaded, state)}")
+    tell("reshard", f"{took} on a 2x4 mesh, kernels as {kernel.sharding.spec}: {compare(loaded, state)}")
 
 
 def look_inside(path: Path) -> None:
     with checkpoint.open(path) as view:
         rows, took = timed(view["params.embedding"].__getitem__, slice(10, 20))
-    echo(f"open      {took} for 10 rows of the embedding, {rows.shape[0]}x{rows.shape[1]} {rows.dtype}")
+    tell("open", f"{took} for 10 rows of the embedding, {rows.shape[0]}x{rows.shape[1]} {rows.dtype}")
 
 
 def compare_steps(state: Any, path: Path, later: Path) -> None:
@@ -105,9 +125,7 @@ def compare_steps(state: Any, path: Path, later: Path) -> None:
     next_state = state | {"params": state["params"] | {"layers": kernels}, "step": 200}
     checkpoint.save(next_state, later, options=checkpoint.SaveOptions(reuse=path))
     found, took = timed(checkpoint.diff, path, later)
-    echo(
-        f"diff      {took} to the next step: {len(found.changed)} leaves changed, such as {found.changed[0]}"
-    )
+    tell("diff", f"{took} to the next step: {len(found.changed)} leaves changed, such as {found.changed[0]}")
 
 
 def convert(path: Path, hf: Path) -> None:
@@ -118,36 +136,51 @@ def convert(path: Path, hf: Path) -> None:
     ]
     converted, took = timed(checkpoint.convert, path, hf, to="safetensors", rename=rules, dtype="bfloat16")
     leaf = next(leaf for leaf in converted.leaves[""] if leaf.how)
-    echo(f"convert   {took} to bfloat16 safetensors under other names: {leaf}")
+    tell("convert", f"{took} to bfloat16 safetensors under other names: {leaf}")
 
 
 def refuse_another_model(state: Any, path: Path) -> None:
-    like = jax.tree.map(lambda x: x, state) | {"steps": 0}
+    like = jax.tree.map(lambda x: x, state)
     like["params"]["embedding"] = jax.ShapeDtypeStruct((50_000, 256), jnp.float16)
-    echo("\nLoad into a model with other shapes:")
-    echo("  " + refusal(checkpoint.load, path, like=like))
+    like["params"]["layers"][0] = {"kernal": like["params"]["layers"][0]["kernel"]}
+    echo("\nLoad into a model with another shape and a misspelt name:")
+    tell("  error", refusal(checkpoint.load, path, like=like))
 
 
 def catch_a_flipped_bit(path: Path, damaged: Path) -> None:
     checkpoint.convert(path, damaged, to="safetensors")
     flip_a_bit(damaged / "model.safetensors")
     echo("\nLoad and verify a copy with one flipped bit:")
-    echo("  load:   " + refusal(checkpoint.load, damaged))
-    echo("  verify: " + str(checkpoint.verify(damaged)).splitlines()[-1].strip())
+    tell("  load", refusal(checkpoint.load, damaged))
+    tell("  verify", str(checkpoint.verify(damaged)).splitlines()[-1].strip())
 
 
-def kill_and_resume(path: Path, whole: Path) -> None:
+def kill_and_resume(path: Path) -> None:
     echo("\nKill a training run, and start it again:")
-    killed_in = kill(path, after=17)
-    began, state = train(path, until=30)
-    _, expected = train(whole, until=30)
-    echo(f"  SIGKILL in step {killed_in}, then resumed from step {began}, with the data where they were then")
-    echo(f"  at step 30, as in a run that was never killed: {compare(state, expected)}")
+    killed_in = kill(path, after=110)
+    began, state = train(path)
+    tell(
+        "  resume",
+        f"killed in step {killed_in}, resumed from step {began}, with the data where they were then",
+    )
+    tell(
+        "  state",
+        f"at step {STEPS}, as in a run that was never killed: {compare(state, train_without_saves())}",
+    )
+
+
+def damage_a_step(path: Path) -> None:
+    """Cut a file of a step in half, as a copy to a full disk does."""
+    step = path / "step-120"
+    os.truncate(step / "model.safetensors", (step / "model.safetensors").stat().st_size // 2)
+    echo("\nCut a file of one step in half:")
+    (damage, *_) = checkpoint.verify(step).damages
+    tell("  verify", f"step-120: {damage}")
 
 
 def kill(path: Path, after: int) -> int:
     """Train in another process, kill the process after this many steps, and return the step that it was in."""
-    code = "import sys; from eformer import demo; demo.use_cpu(); demo.train(sys.argv[1], 10_000, pause=0.02)"
+    code = "import sys; from eformer import demo; demo.use_cpu(); demo.train(sys.argv[1], pause=0.004)"
     with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE) as process:  # noqa: S603
         assert process.stdout is not None
         done = next((step for step in map(int, process.stdout) if step >= after), None)
@@ -164,9 +197,9 @@ class Batches:
     def __init__(self) -> None:
         self.taken = 0
 
-    def __next__(self) -> jax.Array:
+    def __next__(self) -> Any:
         self.taken += 1
-        return jax.random.normal(jax.random.key(self.taken), (16, 8))
+        return inputs(self.taken)
 
     def get_state(self) -> dict[str, int]:
         return {"taken": self.taken}
@@ -176,30 +209,56 @@ class Batches:
 
 
 @jax.jit
-def train_step(state: dict[str, jax.Array], batch: jax.Array) -> dict[str, jax.Array]:
-    key, dropout = jax.random.split(state["key"])
-    batch = batch * jax.random.bernoulli(dropout, 0.9, batch.shape)
-    gradient = jax.grad(lambda w: jnp.mean((jnp.tanh(batch @ w) - batch) ** 2))(state["w"])
-    return {"w": state["w"] - 0.1 * gradient, "key": key}
+def inputs(seed: int) -> Any:
+    return jax.random.normal(jax.random.key(seed), (16, 8))
 
 
-def train(path: str | os.PathLike[str], until: int, pause: float = 0.0) -> tuple[int, dict[str, jax.Array]]:
+def loss_of(w: jax.Array, batch: jax.Array, noise: Any = 0.0) -> Any:
+    """Compare a linear model with a fixed one, whose outputs are noisy."""
+    teacher = jax.random.normal(jax.random.key(2), (8, 8))
+    return jnp.mean((batch @ w - batch @ teacher - noise) ** 2)
+
+
+@jax.jit
+def train_step(
+    state: dict[str, jax.Array], batch: jax.Array
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Return the next state and the metrics."""
+    key, now = jax.random.split(state["key"])
+    noise = 0.3 * jax.random.normal(now, (16, 8))
+    loss, gradient = jax.value_and_grad(loss_of)(state["w"], batch, noise)
+    w = state["w"] - 0.1 * gradient
+    return {"w": w, "key": key}, {"loss": loss, "eval.loss": loss_of(w, inputs(0))}
+
+
+def first_state() -> dict[str, jax.Array]:
+    return {"w": jnp.zeros((8, 8)), "key": jax.random.key(1)}
+
+
+def train(path: str | os.PathLike[str], pause: float = 0.0) -> tuple[int, dict[str, jax.Array]]:
     """Train a small model, from its last step if it has one. Return the first step, and the state.
 
     With a `pause` after each step, print the number of each step.
     """
-    state, data = {"w": jnp.eye(8), "key": jax.random.key(1)}, Batches()
-    with checkpoint.Run(path, every=5, keep=2) as run:
+    state, data = first_state(), Batches()
+    with checkpoint.Run(path, every=EVERY) as run:
         if found := run.resume(like=state, data=data):
             state = found.tree
         began = run.step
-        for step in range(began + 1, until + 1):
-            state = train_step(state, next(data))
-            run.after(step, state, data=data)
+        for step in range(began + 1, STEPS + 1):
+            state, metrics = train_step(state, next(data))
+            run.after(step, state, data=data, metrics=metrics)
             if pause:
                 echo(step)
                 time.sleep(pause)
     return began, state
+
+
+def train_without_saves() -> dict[str, jax.Array]:
+    state, data = first_state(), Batches()
+    for _ in range(STEPS):
+        state, _ = train_step(state, next(data))
+    return state
 
 
 def bits(leaf: Any) -> Any:

@@ -26,6 +26,21 @@ def test_the_page_is_named_after_the_checkpoint(there):
     assert "<!doctype html>" in (there / "step-1-report.html").read_text()
 
 
+def test_open_opens_the_page_in_the_browser_of_the_environment(there):
+    browser = there / "browser"
+    browser.write_text(f"#!/bin/sh\necho $1 > {there}/opened\n")
+    browser.chmod(0o755)
+    assert "no browser" not in command("report", "step-1", "--open", BROWSER=f"{browser} %s").stdout
+    assert (there / "opened").read_text() == f"file://{there}/step-1-report.html\n"
+
+
+def test_open_prints_the_path_where_there_is_no_browser(there):
+    nowhere = {"BROWSER": "", "DISPLAY": "", "WAYLAND_DISPLAY": ""}
+    shown = command("report", "step-1", "--open", **nowhere).stdout
+    assert f"no browser found; open {there}/step-1-report.html" in " ".join(shown.split())
+    assert "--open needs a file" in command("report", "step-1", "--open", "--json", code=2).stderr
+
+
 def test_output_goes_where_it_is_said(there):
     command("report", "step-2", "--against", "step-1", "-o", there / "deep" / "page.html")
     assert "step-1" in (there / "deep" / "page.html").read_text()

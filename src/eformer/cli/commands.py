@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import click
 from eformer._engine.record.text import printable
 from eformer._version import __version__
 from eformer.cli import options
+from eformer.cli.browser import open_page
 from eformer.cli.group import (
     Commands,
     Size,
@@ -495,44 +497,60 @@ def steps(run: str, as_json: bool, **keep: Any) -> None:
 
 @main.command(short_help="Try everything in ten seconds")
 @click.argument("directory", type=click.Path(), required=False)
-def demo(directory: str | None) -> None:
+@click.option("--open", "show", is_flag=True, help="Open the page of the run in a browser.")
+def demo(directory: str | None, show: bool) -> None:
     """Save a training state, load it on another mesh, convert it, detect a flipped bit, and kill a run and resume it.
 
-    Keeps the files in DIRECTORY, if given.
+    Keeps the files in DIRECTORY, if given. With --open and without DIRECTORY, keeps them in a new temporary directory.
 
     \b
     eformer demo
     eformer demo ./demo
+    eformer demo --open
     """
     import tempfile
+    from contextlib import nullcontext
 
     from eformer._engine.stores.urls import local_path
     from eformer.demo import run  # late: it imports jax, which takes a second
 
+    if show and directory is None:
+        directory = f"{tempfile.mkdtemp(prefix='eformer-demo-')}/demo"
     if directory is not None:
         place = local_path(directory)
         if place.exists():
             raise FileExistsError(f"{directory} already exists; choose another directory")
         place.mkdir(parents=True)
-        run(place)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            run(Path(folder))
+    with nullcontext(directory) if directory else tempfile.TemporaryDirectory() as folder:
+        run(local_path(folder))
+    _say_what_to_try(directory)
+    if show:
+        from eformer._engine.pages.report import report as make
+
+        written = make(f"{directory}/run").save(f"{directory}/run-report.html")
+        say(f"\nreport: {written}", "green")
+        open_page(written)
+
+
+def _say_what_to_try(directory: str | None) -> None:
     where = directory or "./demo"
     tries = {
         f"inspect {where}/step-100": "show the tree",
-        f"diff {where}/step-100 {where}/step-200": "show which leaves a step changed, and by how much",
-        f"report {where}/step-200 --against {where}/step-100": "show the same in a browser",
+        f"diff {where}/step-100 {where}/step-200": "show which leaves a step changed",
         f"verify {where}/damaged": "show which bytes are damaged",
         f"steps {where}/run": "list the steps of the run that was killed",
+        f"report {where}/run": "write a page of the run for a browser",
         "inspect YOUR/CHECKPOINT": "Orbax, safetensors, flax, npz, PyTorch, ...",
     }
     if directory is None:
         tries = {"demo ./demo": "run it again and keep the files"} | tries
     say("\nTry next:", bold=True)
     width = max(map(len, tries))
+    columns = len("  eformer    ") + width + max(map(len, tries.values()))
+    is_wide = columns > shutil.get_terminal_size((100, 24)).columns
     for command, purpose in tries.items():
-        click.echo(f"  eformer {command:<{width}}   {purpose}")
+        line = f"{command}\n      {purpose}" if is_wide else f"{command:<{width}}   {purpose}"
+        click.echo(f"  eformer {line}")
 
 
 @main.command(short_help="Print a completion script for a shell")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from eformer.cli import options
+from eformer.cli.browser import open_page
 from eformer.cli.group import Command, Size, print_json, say, wants_bar
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 @options.prefix
 @click.option("--memory", type=Size(), help="Maximum memory of the program, such as 2GB.")
 @options.keep
+@click.option("--open", "show", is_flag=True, help="Open the page in a browser.")
 @click.option("--json", "as_json", is_flag=True, help="Print the data of the page as JSON.")
 def report(
     path: str,
@@ -33,6 +35,7 @@ def report(
     step: int | None,
     prefix: str | None,
     memory: int | None,
+    show: bool,
     as_json: bool,
     **keep: Any,
 ) -> None:
@@ -48,13 +51,15 @@ def report(
     eformer report ./run/step-200
     eformer report ./run/step-200 --against ./run/step-100 -o change.html
     eformer report model.safetensors --no-values
-    eformer report ./run --keep 3
+    eformer report ./run --open
     """
     from eformer._engine.pages.report import became_in, check_report_path, damage_in
     from eformer._engine.pages.report import report as make
 
     if as_json and output:
         raise click.UsageError("--json prints to standard output; leave out --output")
+    if show and (as_json or output == "-"):
+        raise click.UsageError("--open needs a file; leave out --json and --output -")
     if output == "-" and sys.stdout is None:
         raise OSError("standard output is closed: the page has nowhere to go")
     if output and output != "-":
@@ -76,6 +81,8 @@ def report(
     else:
         written = found.save(output or default_name(found.path))
         say(f"report: {written}", "green")
+        if show:
+            open_page(written)
     if became := became_in(found):
         say(f"warning: {found.path}: {became}", "red", err=True)
     if damage := damage_in(found):
