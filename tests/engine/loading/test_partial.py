@@ -104,7 +104,10 @@ def test_nothing_in_common_is_an_error(pretrained):
 @pytest.mark.parametrize(
     ("like", "advice"),
     [({"w": 0, "b": 0, "x": 0}, "root='enc' would find 2 of the 3 missing leaves"),
-     ({"params": {"w": 0}, "step": 0}, "rename= gives leaves of the checkpoint other names; "
+     ({"params": {"w": 0, "b": 0}, "step": 0},
+      r"rename={'enc\\.(.*)': 'params.\\1'} would find 2 of the 2 missing leaves; "
+      "partial=True would keep 2 of `like` as they are and leave 3 of the checkpoint out"),
+     ({"params": {"v": 0}, "step": 0}, "rename= gives leaves of the checkpoint other names; "
       "partial=True would keep 1 of `like` as they are and leave 3 of the checkpoint out"),
      ({"step": 0}, "partial=True would leave 3 of the checkpoint out")],
 )  # fmt: skip

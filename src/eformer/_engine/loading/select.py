@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 import math
+import re
 import reprlib
 from collections import Counter
 from collections.abc import Callable
@@ -382,7 +383,7 @@ def _advice(
     ):  # a root in one checkpoint would drop the leaves of the other checkpoints
         advice.append(f"root={root!r} would find {number:,} of the {len(missing):,} missing leaves")
     elif missing and unexpected:
-        advice.append("rename= gives leaves of the checkpoint other names")
+        advice.append(_best_rule(missing, unexpected) or "rename= gives leaves of the checkpoint other names")
     if request.could_be_list and request.partial and any(map(_why_without_value, missing.values())):
         advice.append("a list of paths, such as [base, adapter], takes them from several checkpoints")
     kept = f"keep {len(missing):,} of `{request.like_name}` as they are" if missing else ""
@@ -402,6 +403,18 @@ def _best_root(missing: Collection[str], names: Collection[str]) -> tuple[str, i
             if ".".join(parts[depth:]) in ends:
                 found[".".join(parts[:depth])] += 1
     return found.most_common(1)[0] if found else ("", 0)
+
+
+def _best_rule(missing: Collection[str], unexpected: Collection[str]) -> str:
+    """Return the rule that finds all missing leaves by another first part of their names; "" without such a rule."""
+    wanted = {rest: first for first, _, rest in (name.partition(".") for name in missing) if rest}
+    split = [(first, rest) for first, _, rest in (name.partition(".") for name in unexpected)]
+    found = Counter((first, wanted[rest]) for first, rest in split if rest in wanted)
+    (old, new), number = found.most_common(1)[0] if found else (("", ""), 0)
+    if number < len(missing):
+        return ""
+    rule = {rf"{re.escape(old)}\.(.*)": rf"{new}.\1"}
+    return f"rename={rule!r} would find {number:,} of the {len(missing):,} missing leaves"
 
 
 def _plain_text(leaf: Any) -> str:

@@ -152,7 +152,8 @@ def resolve_class(name: str) -> type:
     if kind is None:
         raise StructureError(
             f"the tree holds a {name[:200]}, which this program may not build from a name; pass like= with "
-            "a tree of that structure, or call eformer.checkpoint.register_node with the class first"
+            "a tree of that structure, call eformer.checkpoint.register_node with the class first, or load a part "
+            "below it, which needs no class, with root="
         )
     return kind
 
