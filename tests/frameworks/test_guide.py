@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from support.guide import run
+from support.pages import blocks
 
 
 @pytest.fixture(autouse=True)
@@ -35,3 +36,13 @@ def test_peft():
     pair = found["lora"]["model"]["layers"]["1"]["self_attn"]["q_proj"]
     np.testing.assert_array_equal(pair["lora_A"], np.ones((16, 4)))
     assert found["model"].peft_config["default"].lora_alpha == 32
+
+
+def test_the_loop_of_pytorch_goes_on_and_comes_back():
+    page = "docs/guides/from-pytorch.md"
+    variables = {"__name__": "__main__"}
+    for block in [block for block in blocks(page) if "test_guide.py" in block.not_run]:
+        exec(compile(block.text, page, "exec", dont_inherit=True), variables)
+    back = {"w": torch.zeros(4, 4), "step": torch.tensor(0, dtype=torch.int32)}
+    variables["dcp"].load(back, checkpoint_id="dcp/80")
+    assert back["step"] == back["w"][0, 0] == 80
