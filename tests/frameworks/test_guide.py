@@ -38,6 +38,7 @@ def test_peft():
     assert found["model"].peft_config["default"].lora_alpha == 32
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_the_loop_of_pytorch_goes_on_and_comes_back():
     page = "docs/guides/from-pytorch.md"
     variables = {"__name__": "__main__"}
