@@ -7,6 +7,7 @@ The blocks of a page run one after the other in a directory of their own, with t
 import doctest
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from eformer import checkpoint
 from support import commands
 from support.pages import ROOT, blocks, pages
 from support.stages import HOLDS, REPLACED, STAGES, Done
@@ -60,6 +62,24 @@ def test_the_first_block_can_be_pasted_into_a_new_interpreter(page):
     assert Path("run/step-100").is_dir()
 
 
+@pytest.mark.usefixtures("alone")
+def test_the_loop_for_schedulers_ends_with_its_code_and_goes_on_at_the_next_start():
+    page = "docs/guides/integrations.md"
+    [loop] = to_run(page)
+    variables = STAGES[page]()
+    step = variables["train_step"]
+
+    def last_step(state):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return step(state)
+
+    with pytest.raises(SystemExit, match="75"):
+        run(loop, loop.text, variables | {"train_step": last_step})
+    run(loop, loop.text, variables)
+    assert [step.number for step in checkpoint.steps("run")] == [1, 1000, 2000, 3000]
+    assert checkpoint.load("run")["w"][0] == 3000
+
+
 def run(block, text, variables):
     if block.file:
         Path(block.file).write_text(text)
@@ -104,4 +124,4 @@ def test_every_block_is_of_a_known_kind():
 
 def test_few_blocks_are_not_run_and_say_why():
     left_out = [block for page in pages() for block in blocks(page) if block.not_run]
-    assert len(left_out) == 12, [f"{block.page}, line {block.line}: {block.not_run}" for block in left_out]
+    assert len(left_out) == 17, [f"{block.page}, line {block.line}: {block.not_run}" for block in left_out]

@@ -38,6 +38,7 @@ STAGES: dict[str, Callable[[], dict[str, Any]]] = {}
 REPLACED: dict[str, dict[str, str]] = {
     # A store of this process has the same rules as a bucket.
     "docs/guides/buckets.md": {'"s3://my-bucket/': '"memory://my-bucket/'},
+    "docs/guides/recipes.md": {'"s3://my-bucket/': '"memory://my-bucket/'},
     "docs/guides/reports.md": {"memory=2 * 10**9": "memory=10**10"},  # the process of the tests may take more
     "docs/guides/training-run.md": {"/dev/shm/llama": "near"},
     "docs/guides/from-pytorch.md": {"model.embed.weight": "0.weight"},
@@ -196,7 +197,13 @@ def _manager() -> dict[str, Any]:
 
 @stage("docs/guides/recipes.md")
 def _recipes() -> dict[str, Any]:
+    llama("hf/llama")
     return {}
+
+
+@stage("docs/guides/integrations.md")
+def scheduled_run() -> dict[str, Any]:
+    return {"state": {"w": np.zeros(4, np.float32)}, "train_step": lambda state: {"w": state["w"] + 1}}
 
 
 @stage("docs/guides/training-run.md")
