@@ -218,7 +218,9 @@ def training_run() -> dict[str, Any]:
 
     data = _Data()
     return {
-        "state": {"params": {"w": np.zeros(4, np.float32)}, "step": 0},
+        "state": {"params": {"w": jnp.zeros(16)}, "step": 0, "learning_rate": 0.1},
+        "mesh": mesh("data"),
+        "P": P,
         "data": data,
         "train_step": train_step,
         "evaluate": evaluate,

@@ -96,6 +96,21 @@ def test_another_dtype(path):
     assert_same(found.tree.params, jax.tree.map(lambda x: x.astype(jnp.bfloat16), before))
 
 
+def test_another_mesh(path):
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    _, found = trained(path, start(), 3, mesh=mesh, rules={"bias": jax.P()})
+    assert found.tree.params["head"]["bias"].sharding.mesh == mesh
+
+
+def test_a_value_of_the_new_program_instead_of_the_saved_one(tmp_path):
+    with Run(tmp_path, every=1) as run:
+        run.after(1, {"w": jnp.ones(2), "learning_rate": 0.1})
+    new = {"w": jnp.zeros(2), "learning_rate": 0.01}
+    with Run(tmp_path) as run:
+        found = run.resume(like=new, rename={"learning_rate": None}, partial=True)
+    assert (found.tree["learning_rate"], found.tree["w"].tolist()) == (0.01, [1, 1])
+
+
 def test_a_wider_layer(path):
     before = checkpoint.load(path, root="params")["head"]["bias"]
     with Run(path, signals=()) as run:
