@@ -131,6 +131,14 @@ def test_a_search_finds_leaves_by_parts_of_names_and_by_patterns(page):
     page.until(lambda: page.status() == "22 leaves")
 
 
+def test_a_search_that_finds_nothing_says_what_would_find_leaves(page):
+    page.search("layers 3 bias")
+    page.until(lambda: page.status() == "0 leaves found: try layers*3*bias")
+    page.click(".status button")
+    page.until_names(["params.layers.3.bias"])
+    assert page.js("return document.querySelector('.rows mark').textContent") == "layers.3.bias"
+
+
 def test_a_slash_goes_to_the_search_and_enter_shows_what_is_found(page):
     page.js("document.activeElement.blur()")
     page.browser.find_element("css selector", "body").send_keys("/")
@@ -165,6 +173,67 @@ def test_clicks_on_the_treemap_go_down_and_the_path_goes_up(page):
     page.panel_shows("float32")
     page.click(".crumbs button")
     page.until(lambda: "params" in tiles())
+
+
+def test_the_treemap_is_one_stop_of_the_tabulator_and_arrows_go_from_tile_to_tile(page):
+    def here():
+        return page.js("return document.activeElement.dataset.path")
+
+    page.until(lambda: page.js("return document.querySelectorAll('.tile').length") > 4)
+    stops = "return [...document.querySelectorAll('.tile')].filter((one) => one.tabIndex === 0).map((one) => one.dataset.path)"
+    assert page.js(stops) == ["params"]
+    page.js("document.querySelector('.tile[tabindex=\"0\"]').focus()")
+    page.press("enter")  # one tile at once has the focus again
+    assert here() == "params.embedding"
+    page.press("right")
+    beside = here()
+    assert beside != "params.embedding"
+    assert page.js(stops) == [beside]
+    page.press("left")
+    assert here() == "params.embedding"
+    page.press("escape")
+    assert here() == "params"
+
+
+def test_the_group_of_the_rows_that_are_seen_is_above_them_and_leads_back(page):
+    where = "return document.querySelector('.where').textContent"
+    unfolded(page, "params", "head", "bias")
+    page.until(lambda: page.js(where) == "all › params › head")
+    page.search("bias")
+    page.until(lambda: page.js(where) == "Leaves of all groups")
+    page.press("escape")
+    page.until(lambda: page.js(where) == "all › params › head")
+    page.js("[...document.querySelectorAll('.where button')].at(-1).click()")
+    page.until(lambda: page.js(where) == "all › params" or page.js(where) == "all")
+
+
+def test_filters_show_leaves_with_nan_or_zeros_alone(browser, addresses):
+    page = Page(browser).open(addresses["file", "plain"])
+    filters = "return [...document.querySelectorAll('.browse .chip')].map((one) => one.textContent)"
+    assert page.js(filters) == ["1 NaN or Inf", "6 all zero"]
+    page.click(".tiles button")  # NaN in 1
+    page.until_names(["params.head.bias"])
+    assert page.js("return document.querySelector('.chip.special').getAttribute('aria-pressed')") == "true"
+    page.click(".browse .chip.zero")
+    page.until_names([f"params.layers.{n}.bias" for n in range(6)])
+    page.search("4")
+    page.until_names(["params.layers.4.bias"])
+    page.click(".browse .chip.zero")
+    page.until(lambda: page.status() == "3 leaves found")
+    page.search("")
+    page.until(lambda: page.status() == "22 leaves")
+
+
+def test_a_filter_of_the_server_counts_leaves_as_they_are_read(browser, serve, tmp_path):
+    checkpoint.save({"a": np.array([1, np.nan]), "b": np.zeros(2)}, tmp_path / "c")
+    with serve(tmp_path / "c") as url:
+        page = Page(browser).open(url)
+        filters = "return [...document.querySelectorAll('.browse .chip')].map((one) => one.textContent)"
+        assert page.js(filters) == []
+        page.click_row("a")
+        page.until(lambda: page.js(filters) == ["1 NaN or Inf"])
+        page.click_row("b")
+        page.until(lambda: page.js(filters) == ["1 NaN or Inf", "1 all zero"])
 
 
 def test_a_leaf_shows_its_values_and_what_is_not_finite(page):
@@ -238,9 +307,11 @@ def test_print_shows_every_unfolded_row_and_no_buttons(page):
 
 
 def test_a_narrow_window_is_not_scrolled_sideways(page):
-    for width in (1280, 800, 420):
+    for width, gone in ((1280, []), (800, []), (500, ["shape"])):
         page.browser.set_window_size(width, 800)
         page.until(lambda: not page.is_too_wide())
+        shown = {name: page.style(f".head .{name}", "display") for name in ("name", "shape", "nbytes")}
+        assert [name for name, display in shown.items() if display == "none"] == gone
 
 
 def test_names_are_text_whatever_they_are(hostile):
@@ -315,6 +386,43 @@ def test_a_leaf_that_became_nan_is_the_first_and_the_loudest(browser, compared):
     assert page.style(".heatmap td.became", "backgroundColor") == red
     assert page.js("return document.querySelectorAll('.heatmap td.same').length") == 498
     assert page.js("return document.querySelectorAll('.tile.alarm').length") >= 1
+
+
+def test_a_leaf_that_became_nan_is_loud_in_words_and_one_click_away(browser, compared):
+    page = Page(browser).open(compared["file"])
+    assert page.js("return document.getElementById('became').getAttribute('role')") == "alert"
+    tiles = page.js(
+        "return [...document.querySelectorAll('.tile.alarm')].map((one) => one.getAttribute('aria-label'))"
+    )
+    assert tiles
+    assert all("change: became NaN" in label for label in tiles)
+    assert page.js("return document.querySelector('ol.largest li').textContent").startswith("layers.249.b")
+    red = page.style("#became b", "color")
+    assert page.style(".stat.bad .big", "color") == red
+    page.click(".changes .chip.became")
+    page.until_names(["layers.249.b"])
+    assert page.style(".rows .delta.became", "color") == page.style(".rows .flag.bad", "color") == red
+    cell = page.js(
+        "const one = document.querySelector('.rows .cell.change'); return one.scrollWidth <= one.clientWidth"
+    )
+    assert cell  # its words are not cut
+
+
+def test_a_leaf_of_the_server_that_became_nan_is_as_loud_once_it_was_read(browser, compared):
+    page = Page(browser).open(compared["served"])
+    assert page.js("return document.querySelectorAll('#became, td.became').length") == 0
+    page.search("layers.249.b")
+    page.click_row("layers.249.b")
+    page.until(
+        lambda: (
+            "1 leaf became NaN or Inf" in page.js("return document.getElementById('became')?.innerText ?? ''")
+        )
+    )
+    assert (
+        page.js("return document.querySelector('.heatmap td.became').textContent")
+        == "became NaN in 1 element"
+    )
+    assert page.js("return document.querySelectorAll('.changes').length") == 1
 
 
 def test_the_areas_of_the_treemap_are_in_proportion_to_bytes(browser, compared):

@@ -90,11 +90,19 @@ def test_rows_are_sorted_by_size_by_name_with_numbers_and_back(page):
 
 @pytest.mark.parametrize(
     ("query", "total"),
-    [("BIAS", 12), ("layers.1*.bias", 0), ("params.layers.1*.bias", 3), ("*.q", 12), ("odd/name.with %", 1), ("%2F", 1),
-     ("nothing like it", 0), ("", 42), ("[", 0), ("*" * 400, 42), ("*" * 400 + "x", 0), ("layer?", 0), ("*layer?", 2)],
+    [("BIAS", 12), ("layers.1*.bias", 3), ("params.layers.1*.bias", 3), ("*.q", 12), ("odd/name.with %", 1), ("%2F", 1),
+     ("nothing like it", 0), ("", 42), ("[", 0), ("*" * 400, 42), ("*" * 400 + "x", 0), ("head.layer?", 3), ("*layer?", 2),
+     ("emb*", 0), ("params.e*", 1), ("*emb*", 1), ("[ab]*tention", 24), ("[z-a]", 0), ("a*" * 400 + "z", 0), ("[!x]ead", 3)],
 )  # fmt: skip
 def test_a_search_finds_parts_of_names_and_patterns(page, query, total):
     assert page.js("return eformer.source.search(arguments[0]).length", query) == total
+
+
+def test_a_search_that_finds_nothing_has_a_hint_made_of_its_parts(page):
+    hints = {"layers 3 bias": "layers*3*bias", "emb*": "*emb**", "bias of layer": "layer", "no such": None}
+    assert {
+        query: page.js("return eformer.source.hint(arguments[0]) ?? null", query) for query in hints
+    } == hints
 
 
 def test_a_row_is_found_by_its_path_below_the_groups_above_it(page):

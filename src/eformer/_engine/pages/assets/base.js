@@ -14,9 +14,13 @@
 //   root       the row of all leaves. A row is {path, name, kind: "group" | "leaf", parent, kids: [row], leaves, params,
 //              nbytes, dtype, dtypes? (of a group), count? (of layers that are folded), special, damaged, shape?, value?,
 //              problem?, change: null or {status, relative}}
-//   children(row, {sort, descending}), search(query, {sort, descending})
+//   children(row, {sort, descending}), search(query, {sort, descending}, filter)
 //              -> [row]; sort is "" for the order of the tree, "name", "params", "nbytes", "dtype", "std" or "change".
-//              A search finds leaves whose names contain the query, or match it as a glob
+//              A search finds leaves whose names contain the query, as text or as a glob. A filter is "became", "special"
+//              (NaN or Inf), "zero", "changed" or "damaged"
+//   counts()             -> the number of leaves that each filter shows
+//   hint(query, filter)  -> another query that finds leaves, or undefined
+//   compare()            -> a promise of the changes now, if leaves are read on demand; otherwise null
 //   find(path, kind)     -> row
 //   largest(row, most)   -> the largest rows below a group, and one row of the kind "rest" for the remaining rows
 //   statistics(row)      -> null, or the statistics of a leaf that was read, as below
@@ -52,8 +56,8 @@ const eformer = {};
     if (typeof n === "string") return n;
     if (Number.isInteger(n) && Math.abs(n) < 1e7) return minus(eformer.count(n));
     const size = Math.abs(n);
-    if (size >= 1e-3 && size < 1e5) return minus(trimmed(n.toPrecision(digits)));
-    if (size >= 1e5 && size < 1e9) return minus(eformer.count(Math.round(n)));
+    if (size >= 10 ** digits && size < 1e9) return minus(eformer.count(Math.round(n)));
+    if (size >= 1e-3 && size < 1e9) return minus(trimmed(n.toPrecision(digits)));
     return minus(n.toExponential(digits - 1).replace(/\.?0+e/, "e").replace("e+", "e"));
   };
   const minus = (text) => text.replace("-", "−").replace("e-", "e−");

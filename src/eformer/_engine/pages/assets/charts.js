@@ -84,15 +84,37 @@
     return placed;
   };
 
+  // The groups above a row and the row itself, as links but for the last.
+  eformer.crumbs = (row, onPick) => {
+    const above = [];
+    for (let up = row; up; up = up.parent) above.unshift(up);
+    return above.map((one, n) => {
+      const text = h("bdi", n ? eformer.visible(eformer.label(one.name)) : "all");
+      return h("span", n ? h("span.muted", { "aria-hidden": "true" }, " › ") : null, one === row ? h("b", { "aria-current": "location" }, text)
+        : h("button.link", { type: "button", onclick: () => onPick(one) }, text));
+    });
+  };
+
+  // The box next to one of several boxes in a direction, such as [1, 0] for the right.
+  const nextBox = (from, boxes, [dx, dy]) => {
+    const far = (box) => {
+      const along = dx ? dx * (box.x - from.x) + (dx > 0 ? -from.w : -box.w) : dy * (box.y - from.y) + (dy > 0 ? -from.h : -box.h);
+      const beside = dx ? Math.max(box.y - from.y - from.h, from.y - box.y - box.h) : Math.max(box.x - from.x - from.w, from.x - box.x - box.w);
+      return along < -1 ? Infinity : along + 3 * Math.max(0, beside);
+    };
+    const best = boxes.filter((box) => box !== from).reduce((best, box) => best && far(best) <= far(box) ? best : box, null);
+    return best && far(best) < Infinity ? best : null;
+  };
+
   eformer.treemap = (source, summary, { onLeaf, onGroup }) => {
-    const map = h("div.treemap", { role: "group", "aria-label": "Treemap of bytes" });
+    const map = h("div.treemap", { role: "group", "aria-label": "Treemap of bytes: arrow keys go from tile to tile, Enter opens, Escape goes back" });
     const crumbs = h("nav.crumbs", { "aria-label": "Path in the treemap" });
     const modes = [["module", "module"], ["dtype", "dtype"], ...(summary.against ? [["change", "change"]] : [])];
     const choice = h("select", { id: "colour", "aria-label": "Colour of the treemap", onchange: () => draw() },
       modes.map(([value, text]) => h("option", { value }, `by ${text}`)));
     const dtypes = new Map(summary.dtypes.map((one, n) => [one.dtype, n]));
     const kinds = new Map();  // names without their numbers; each has a colour
-    let shown = null, tips = [];
+    let shown = null, tips = [], boxes = [];  // of each tile: its text, and {x, y, w, h, made, frame}
 
     const paint = (made, item) => {
       if (choice.value === "change") {
@@ -111,13 +133,15 @@
       summary.against && item.change ? `change: ${eformer.changeText(item.change)}` : null];
 
     // Draw a tile, and the tiles inside of it where they fit. A tile with tiles inside is only a frame.
-    const tiles = ({ item, x, y, w, h: high }, into, depth = 0) => {
+    const tiles = ({ item, x, y, w, h: high }, into, depth = 0, frame = null) => {
       if (w < 3 || high < 3) return;
       const isFrame = depth < 3 && item.kids.length > 0 && w > 44 && high > 46;
-      const made = h(`button.tile${isFrame ? ".frame" : ""}`, { type: "button", "data-tip": tips.length, "data-path": item.kind === "rest" && item.path === shown.path ? null : item.path, "data-kind": item.kind, "data-bytes": item.nbytes,
+      const made = h(`button.tile${isFrame ? ".frame" : ""}`, { type: "button", tabindex: tips.length ? "-1" : "0", "data-tip": tips.length, "data-path": item.kind === "rest" && item.path === shown.path ? null : item.path, "data-kind": item.kind, "data-bytes": item.nbytes,
         "aria-label": words(item).filter(Boolean).join(", ") + { group: ". Opens", leaf: ". Shows the leaf", rest: item.path === shown.path ? "" : ". Opens the group" }[item.kind],
         style: { left: `${x}px`, top: `${y}px`, width: `${w - 2}px`, height: `${high - 2}px` } });
       tips.push(words(item));
+      const box = { x, y, w, h: high, made, frame };
+      boxes.push(box);
       if (!isFrame) paint(made, item);
       if (eformer.became(item.change)) made.classList.add("alarm");  // in every colouring: an inner tile may be too small to see
       if (w > 30 && high > 16) {
@@ -127,24 +151,18 @@
         made.append(label);
       }
       into.push(made);
-      if (isFrame) for (const small of squarified(source.largest(item, 24), { x: x + 3, y: y + 20, w: w - 6, h: high - 23 })) tiles(small, into, depth + 1);
+      if (isFrame) for (const small of squarified(source.largest(item, 24), { x: x + 3, y: y + 20, w: w - 6, h: high - 23 })) tiles(small, into, depth + 1, box);
     };
 
     const draw = () => {
       if (!shown) return;
-      const made = [], above = [];
+      const made = [];
       tips = [];
+      boxes = [];
       for (const placed of squarified(source.largest(shown, 240), { x: 0, y: 0, w: map.clientWidth + 2, h: map.clientHeight + 2 })) tiles(placed, made);
       map.replaceChildren(...made);
       if (!made.length) map.append(h("p.muted.empty", "No bytes here."));
-      for (let up = shown; up; up = up.parent) above.unshift(up);
-      crumbs.replaceChildren(...above.map((one, n) => {
-        const text = n ? eformer.visible(eformer.label(one.name)) : "all";
-        const last = n === above.length - 1;
-        return h("span", n ? h("span.muted", { "aria-hidden": "true" }, " › ") : null,
-          last ? h("b", { "aria-current": "location" }, h("bdi", text))
-            : h("button.link", { type: "button", onclick: () => zoom(one.path) }, h("bdi", text)));
-      }), h("span.muted", ` ${bytes(shown.nbytes)}`));
+      crumbs.replaceChildren(...eformer.crumbs(shown, (one) => zoom(one.path)), h("span.muted", ` ${bytes(shown.nbytes)}`));
     };
     const zoom = (path, { focus = false } = {}) => {
       shown = source.find(path, "group");
@@ -159,7 +177,21 @@
       if (kind === "leaf") onLeaf(path);
       else { zoom(path, { focus: event.detail === 0 }); onGroup(path); }
     });
+    // One tile can be reached by Tab: the last that had the focus. Arrows go to the next tile in the same frame, or from the frame.
+    const directions = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+    map.addEventListener("focusin", (event) => {
+      map.querySelector("[tabindex='0']")?.setAttribute("tabindex", "-1");
+      event.target.setAttribute("tabindex", "0");
+    });
     map.addEventListener("keydown", (event) => {
+      const direction = directions[event.key], from = boxes.find((box) => box.made === event.target);
+      if (direction && from) {
+        event.preventDefault();
+        let next = null;
+        for (let at = from; at && !next; at = at.frame) next = nextBox(at, boxes.filter((box) => box.frame === at.frame), direction);
+        next?.made.focus();
+        return;
+      }
       if ((event.key === "Escape" || event.key === "Backspace") && shown?.parent) {
         zoom(shown.parent.path, { focus: true });
         event.preventDefault();
@@ -372,7 +404,7 @@
         return h("td", { class: became ? "became" : relative === null ? "odd" : relative === 0 ? "same" : "", tabindex: "-1", "data-tip": `${r},${c}`,
           style: { "--heat-at": String(eformer.heat(relative ?? 0)) } }, h("span.sr", words(r, c)));
       })));
-    const head = h("tr", h("td"), columns.map((column, c) => h("th", { scope: "col", class: isStack ? "" : "slanted" },
+    const head = h("tr", h("td"), columns.map((column, c) => h("th", { scope: "col", class: !isStack ? "slanted" : columns.length > 12 && c % 5 ? "minor" : "" },
       c % every === 0 || !isStack ? h("bdi.mono", eformer.visible(eformer.label(column))) : h("span.sr", column))));
     const made = h("table.heatmap", { class: `heatmap ${isStack ? "layers" : "modules"}${rows.length <= 12 ? " few" : ""}`, style: { "min-width": `${Math.min(wide, 44) * 7 + 12 + columns.length * (isStack ? 11 : 40)}px` } },
       h("caption.sr", `Relative change of each module, by ${isStack ? "layer" : "leaf"}`),

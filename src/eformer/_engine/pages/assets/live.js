@@ -32,11 +32,12 @@
     const [summary, leaves, against] = await Promise.all(["summary", "columns", "changes"].map((name) => ask(name)));
     let reading = new AbortController();
     // Selecting another leaf aborts the request, and the server stops reading the leaf.
-    return eformer.checkpointSource({ summary, leaves, against }, (path) => {
+    const read = (path) => {
       reading.abort();
       reading = new AbortController();
       return ask("leaf", { path }, { signal: reading.signal });
-    });
+    };
+    return eformer.checkpointSource({ summary, leaves, against }, { read, compare: () => ask("changes") });
   };
 
   // Poll the run. The server sends it only if it has changed. The badge says how long ago it answered.

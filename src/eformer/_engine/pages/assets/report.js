@@ -22,6 +22,9 @@
       clearTimeout(waiting);
       panel.replaceChildren(...leafPanel(leaf, summary));
       tree.draw();
+      tree.showFilters();
+      const isNews = source.compare && eformer.became(leaf?.change) && !source.changes.became.some((one) => one.path === path);
+      if (isNews) { await source.compare(); drawChanges(); }
     };
     const showGroup = (row) => { panel.replaceChildren(...groupPanel(row, summary)); };
     const tree = eformer.tree(source, summary, { onSelect: (row) => row.kind === "leaf" ? showLeaf(row.path) : showGroup(row) });
@@ -33,15 +36,22 @@
     const map = eformer.treemap(source, summary, { onLeaf: goTo, onGroup: (path) => tree.reveal(path, "group", { select: false }) });
 
     const section = h("section.browse", { "aria-labelledby": "leaves-title" },
-      h("div.bar", h("h2", { id: "leaves-title" }, "Leaves"), tree.status, h("label.search", tree.input, h("kbd", { "aria-hidden": "true" }, "/"))),
-      h("div.split", tree.grid, panel));
+      h("div.bar", h("h2", { id: "leaves-title" }, "Leaves"), tree.status, tree.filters, h("label.search", tree.input, h("kbd", { "aria-hidden": "true" }, "/"))),
+      h("div.split", h("div.tree", tree.where, tree.grid), panel));
+    const showOnly = (name) => { tree.showOnly(name); section.scrollIntoView({ block: "start" }); };
+    let changed = null;
+    const drawChanges = () => {
+      const drawn = changesSection(source.changes, summary, goTo, showOnly);
+      changed?.replaceWith(drawn);
+      return changed = drawn;
+    };
     app.replaceChildren(
       header(summary),
       h("div.page",
         title(summary),
-        tiles(summary),
+        tiles(summary, changes, showOnly),
         notes(summary),
-        changes ? changesSection(changes, summary, goTo) : null,
+        changes ? drawChanges() : null,
         h("section.map", { "aria-labelledby": "map-title" },
           h("div.bar", h("h2", { id: "map-title" }, "Bytes"), map.crumbs, h("label.choice", "colour ", map.choice)), map.map),
         section,
@@ -91,16 +101,17 @@
     onchange: (event) => { location.search = event.target.value && `?against=${event.target.value}`; } },
   [h("option", { value: "" }, "nothing"), ...run.steps.map((step) => h("option", { value: step, selected: step === run.against }, `step ${step}`))]))) : null;
 
-  const tiles = (summary) => {
+  const tiles = (summary, changes, showOnly) => {
     const { health } = summary;
     const troubles = [health.nan ? `NaN in ${count(health.nan)}` : null, health.inf ? `Inf in ${count(health.inf)}` : null].filter(Boolean);
+    const link = (text, name) => h("button.link", { type: "button", onclick: () => showOnly(name) }, text);
     const tile = eformer.stat;
     return h("dl.tiles",
       tile("Parameters", eformer.amount(summary.params), count(summary.params)),
       tile("Size", bytes(summary.nbytes), many(summary.files, "file")),
       tile("Arrays", count(summary.leaves - summary.values), summary.values ? `and ${many(summary.values, "plain value")}` : "no plain values"),
       summary.has_values === "on demand" ? tile("Values", "on demand", "select a leaf to read it")
-        : summary.has_values ? tile("Values", troubles.length ? troubles[0] : "finite", troubles.length ? [...troubles.slice(1), `of ${many(summary.leaves - summary.values, "array")}`].join(", ") : health.zero ? `${many(health.zero, "array")} all zero` : "no NaN, no Inf", troubles.length ? "warn" : "")
+        : summary.has_values ? tile("Values", troubles.length ? link(troubles[0], "special") : "finite", troubles.length ? [...troubles.slice(1), `of ${many(summary.leaves - summary.values, "array")}`].join(", ") : health.zero ? link(`${many(health.zero, "array")} all zero`, "zero") : "no NaN, no Inf", changes?.became.length ? "bad" : troubles.length ? "warn" : "")
         : tile("Values", "not read", "headers only"),
       h("div.stat.wide", h("dt", "dtypes"), h("dd", eformer.dtypeBars(summary.dtypes, Math.max(1, summary.nbytes)))));
   };
@@ -111,9 +122,10 @@
 
   // ----------------------------------------------------------------------------------------- changes
   const MOST_LOUD = 20;
-  const changesSection = (changes, summary, goTo) => {
+  const changesSection = (changes, summary, goTo, showOnly) => {
     const { counts } = changes;
-    const chip = (name, text) => counts[name] ? h(`span.chip.${name}`, h("b", count(counts[name])), ` ${text ?? name}`) : null;
+    const chip = (name, text) => !counts[name] ? null : ["became", "changed"].includes(name)
+      ? h(`button.chip.${name}`, { type: "button", onclick: () => showOnly(name) }, h("b", count(counts[name])), ` ${text ?? name}`) : h(`span.chip.${name}`, h("b", count(counts[name])), ` ${text ?? name}`);
     const body = h("div.maps");
     const maps = changes.heatmaps;
     const drawMap = (n) => {
@@ -136,7 +148,7 @@
       h("div.bar", h("h2", { id: "changes-title" }, "Change"), h("div.chips", chip("became", "became NaN or Inf"), chip("changed"), chip("added"), chip("removed"), chip("same", "the same"), chip("unknown", "not read")), choice),
       changes.became.length ? h("div.alarm", { id: "became", role: "alert" },
         h("b", `${many(counts.became, "leaf", "leaves")} became NaN or Inf`), largest(changes.became.slice(0, MOST_LOUD), "Leaves that became NaN or Inf"),
-        counts.became > MOST_LOUD ? h("p.small", `and ${count(counts.became - MOST_LOUD)} more`) : null) : null,
+        counts.became > MOST_LOUD ? h("button.link.small", { type: "button", onclick: () => showOnly("became") }, `and ${count(counts.became - MOST_LOUD)} more`) : null) : null,
       h("div.change-split",
         h("div.heat", maps.length ? body : h("p.muted.empty", "No arrays to compare.")),
         h("div", h("h3", "Largest relative change"), changes.largest.length ? largest(changes.largest, "Largest relative change") : h("p.muted", !counts.unknown ? "Nothing changed." : summary.has_values ? "Select a leaf to compare its values." : "Values were not compared."),

@@ -19,11 +19,11 @@
   };
   const flags = (lengths) => lengths.flatMap((length, n) => Array(length).fill(n % 2 === 1));
 
-  // `read` asks the server for a leaf. A page in a file has no `read`, because its data are complete.
+  // `read` asks the server for a leaf, and `compare` for all changes as far as leaves were read. A page in a file has neither, because its data are complete.
   //
   // A checkpoint may have hundreds of thousands of leaves, so rows are made on first use. Rows come in the order of a walk:
   // the leaves below a row follow each other, and their bytes are a difference of two running sums.
-  eformer.checkpointSource = ({ summary, leaves, against }, read = null) => {
+  eformer.checkpointSource = ({ summary, leaves, against }, { read = null, compare: readChanges = null } = {}) => {
     const { depth, kinds, problems, statistics: columns } = leaves;
     const isLeaf = (n) => n > 0 && !(depth[n + 1] > depth[n]);  // every group but the root has rows
     const firsts = sums(depth.length, isLeaf);  // the number of leaves before a row
@@ -43,10 +43,21 @@
       if (one) return one.nan + one.posinf + one.neginf;
       return isMeasured[n] ? (columns.nan[at] ?? 0) + (columns.posinf[at] ?? 0) + (columns.neginf[at] ?? 0) : 0;
     };
+    // Which leaves a filter shows, by their numbers.
+    const filters = {
+      became: (n) => changed && eformer.became(changed[n]) > 0,
+      special: (n) => specialOf(n) > 0,
+      zero: (n) => {
+        const { zeros, size } = found.get(n) ?? (isMeasured[n] ? { zeros: columns.zeros[places[n]], size: kinds[leaves.kind[n]][3] } : {});
+        return zeros > 0 && zeros === size;
+      },
+      changed: (n) => changed && ["changed", "added"].includes(changed[n].status),
+      damaged: (n) => problems[n]?.[1] === 1,
+    };
     let special, damaged;
     const addUp = () => {
       special = sums(all, specialOf);
-      damaged = sums(all, (n) => problems[n]?.[1] === 1);
+      damaged = sums(all, filters.damaged);
     };
     addUp();
 
@@ -135,7 +146,17 @@
     return {
       kind: "checkpoint", summary, changes: against ?? null, root, find, statistics,
       children: (row, order) => sorted(row.kids, order),
-      search: (query, order) => sorted(everyLeaf().filter(matcher(query)), order),
+      search: (query, order, filter) => {
+        const some = filter ? everyLeaf().filter((row) => filters[filter](row.from)) : everyLeaf();
+        return sorted(query ? some.filter(matcher(query)) : some, order);
+      },
+      // Return a query that finds leaves, made of the parts of one that finds none.
+      hint(query, filter) {
+        const parts = query.toLowerCase().split(/[^\p{L}\p{N}]+/u).filter(Boolean), [longest] = [...parts].sort((a, b) => b.length - a.length);
+        return [`*${query.trim()}*`, parts.join("*"), longest].find((one) => one && one !== query.trim() && this.search(one, {}, filter).length);
+      },
+      counts: () => Object.fromEntries(Object.entries(filters).map(([name, shows]) => [name, sums(all, shows)[all]])),
+      compare: readChanges && (async function again() { return this.changes = await readChanges(); }),
       // The largest rows below a group, and one row for the rest, so that bytes add up.
       largest(row, most) {
         row.bySize ??= row.kids.filter((kid) => kid.nbytes > 0).sort((a, b) => b.nbytes - a.nbytes);
@@ -209,29 +230,39 @@
   const compare = (a, b) => typeof a === "string" ? collator.compare(a, b) : Array.isArray(a) ? heavier(a, b) : a - b;
 
   const labelOf = (row) => row.label ??= eformer.label(row.path);
-  // Match names that contain the query, or that match it as a glob, in any case of letters.
+  // Match names that have the query somewhere, as text or as a glob, in any case of letters.
   const matcher = (query) => {
-    const text = query.trim().toLowerCase();
-    const pattern = /[*?[]/.test(text) ? globPattern(text) : null;
-    const matches = pattern ? (name) => pattern.test(name) : (name) => name.includes(text);
+    const find = eformer.finder(query);
     return (row) => {
       row.names ??= [...new Set([labelOf(row), row.path])].map((name) => name.toLowerCase());
-      return row.names.some(matches);
+      return row.names.some(find);
     };
   };
-  const globPattern = (glob) => {
-    let made = "";
-    for (let n = 0; n < glob.length; n++) {
-      const c = glob[n];
-      if (c === "*") made += made.endsWith(".*") ? "" : ".*";
-      else if (c === "?") made += ".";
-      else if (c === "[" && glob.indexOf("]", n + 2) > 0) {
-        const end = glob.indexOf("]", n + 2);
-        const inside = glob.slice(n + 1, end).replace(/[\\\]^]/g, "\\$&").replace(/^!/, "^");
-        made += `[${inside}]`;
-        n = end;
-      } else made += c.replace(/[.+^${}()|[\]\\]/g, "\\$&");
+  // Return a function that says where a query is in a name of small letters: [start, end], or null. A query with a star at one end alone has to be at the
+  // other end of the name, as in *.bias. The texts between stars are found one after the other, which no query makes slow.
+  eformer.finder = (query) => {
+    const text = query.trim().toLowerCase();
+    const texts = [""];
+    for (const [one] of text.matchAll(/\*|\?|\[[^\]]+\]|[^*?[]+|\[/gu)) {
+      if (one === "*") texts.push("");
+      else texts[texts.length - 1] += one === "?" ? "." : one.length > 2 && one.startsWith("[") && one.endsWith("]")
+        ? `[${one.slice(1, -1).replace(/[\\^]/g, "\\$&").replace(/^!/, "^")}]` : one.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
     }
-    try { return new RegExp(`^${made}$`, "su"); } catch { return new RegExp("(?!)"); }
+    const some = texts.filter(Boolean);
+    if (text.startsWith("*") && !text.endsWith("*")) some.push(`${some.pop()}$`);
+    if (text.endsWith("*") && !text.startsWith("*")) some.unshift(`^${some.shift()}`);
+    let patterns;
+    try { patterns = some.map((one) => new RegExp(one, "gsu")); } catch { return () => null; }
+    return (name) => {
+      let start = null, end = 0;
+      for (const pattern of patterns) {
+        pattern.lastIndex = end;
+        const at = pattern.exec(name);
+        if (!at) return null;
+        start ??= at.index;
+        end = pattern.lastIndex;
+      }
+      return [start ?? 0, end];
+    };
   };
 })();

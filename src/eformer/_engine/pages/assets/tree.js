@@ -15,7 +15,7 @@
       ...(summary.against ? [{ id: "change", text: "Change", sort: "change", isNumber: true }] : []),
     ];
     let order = { sort: "", descending: false };
-    let query = "";
+    let query = "", filter = "";
     let lines = [];  // the unfolded rows from top to bottom: {row, level, at, of}, with the place among `of` siblings
     let active = -1, selected = null, frame = 0;
     const opened = new Set();  // groups
@@ -34,12 +34,16 @@
         lines.push({ row, level, at, of: rows.length });
         if (opened.has(row)) walk(below(row), level + 1);
       });
-      walk(query ? once(query, () => source.search(query, order)) : below(source.root), 0);
+      const isFlat = Boolean(query || filter);
+      walk(isFlat ? once(`${filter} ${query}`, () => source.search(query, order, filter)) : below(source.root), 0);
       if (before) { const now = lines.findIndex((line) => line.row === before); if (now >= 0) active = now; }
       if (active >= lines.length) active = lines.length - 1;
       spacer.style.height = `${lines.length * ROW}px`;
       grid.setAttribute("aria-rowcount", String(lines.length + 1));
-      status.textContent = query ? `${eformer.many(lines.length, "leaf", "leaves")} found` : `${eformer.many(summary.leaves, "leaf", "leaves")}`;
+      grid.classList.toggle("searching", isFlat);
+      status.replaceChildren(isFlat ? `${eformer.many(lines.length, "leaf", "leaves")} found` : eformer.many(summary.leaves, "leaf", "leaves"));
+      const hint = query && !lines.length && source.hint(query, filter);
+      if (hint) status.append(": try ", h("button.link.mono", { type: "button", onclick: () => { input.value = hint; search(hint); } }, eformer.visible(hint)));
       draw();
     };
     const open = (row) => { opened.add(row); flatten(); };
@@ -70,9 +74,21 @@
       const made = [];
       for (let n = first; n < last; n++) made.push(rowElement(lines[n], n));
       body.replaceChildren(...made);
+      showGroup();
       if (active >= first && active < last) grid.setAttribute("aria-activedescendant", `row-${active}`);
       else grid.removeAttribute("aria-activedescendant");
     };
+
+    // The group of the active row, or of the first row that is seen.
+    const where = h("nav.crumbs.where", { "aria-label": "Group of the rows" });
+    let shownGroup;
+    const showGroup = () => {
+      const top = Math.round(scroller.scrollTop / ROW), isSeen = active >= top && active * ROW < scroller.scrollTop + scroller.clientHeight - HEAD;
+      const group = query || filter ? null : lines[isSeen ? active : top]?.row.parent ?? source.root;
+      if (group !== shownGroup) where.replaceChildren(...group ? eformer.crumbs(group, toRow) : [h("span.muted", "Leaves of all groups")]);
+      shownGroup = group;
+    };
+    const toRow = (row) => { activate(lines.findIndex((line) => line.row === row)); scroller.scrollTop = Math.max(0, active) * ROW * Number(row !== source.root); };
 
     const rowElement = ({ row, level, at, of }, n) => {
       const made = h("div.row", { role: "row", id: `row-${n}`, "data-n": n, "aria-rowindex": n + 2, "aria-level": level + 1,
@@ -89,14 +105,14 @@
 
     const cells = {
       name: (row, level) => {
-        const label = eformer.visible(eformer.label(query ? row.path : row.name));
-        const made = [h("span.indent", { style: { width: `${level * 16}px` } }),
+        const label = eformer.visible(eformer.label(query || filter ? row.path : row.name));
+        const made = [h("span.indent", { style: { "--level": level } }),
           h("span.twisty", { "aria-hidden": "true", "data-twisty": row.kind === "group" }, row.kind === "group" ? (opened.has(row) ? "▾" : "▸") : ""),
           h("bdi.text", { title: label }, marked(label))];
         if (row.count) made.push(h("span.badge", `×${row.count}`));
         if (row.damaged) made.push(h("span.flag.bad", row.kind === "leaf" ? "damaged" : "has damage"));
         else if (row.problem) made.push(h("span.flag", "not read"));
-        if (row.special) made.push(h("span.flag.warn", { title: `${count(row.special)} NaN or infinite` }, "NaN/Inf"));
+        if (row.special) made.push(h(`span.flag.${eformer.became(row.change) ? "bad" : "warn"}`, { title: `${count(row.special)} NaN or infinite` }, "NaN/Inf"));
         if (row.value !== undefined) made.push(h("span.value.muted", h("bdi", `= ${eformer.visible(row.value)}`)));
         return made;
       },
@@ -109,14 +125,12 @@
       nbytes: (row) => [row.nbytes > 0.08 * summary.nbytes ? h("span.share", { style: { width: `${(100 * row.nbytes) / Math.max(1, summary.nbytes)}%` } }) : null, h("span", row.value !== undefined ? "" : bytes(row.nbytes))],
       spark: (row) => { const found = source.statistics(row)?.histogram; return found ? eformer.sparkline(found.counts) : ""; },
       std: (row) => { const found = source.statistics(row); return found?.histogram ? number(found.std, 3, { isColumn: true }) : ""; },
-      change: (row) => row.change ? h("span", { class: `delta ${eformer.became(row.change) ? "became" : row.change.status}`, style: { "--heat-at": String(eformer.heat(row.change)) } },
+      change: (row) => row.change ? h("span", { title: eformer.changeText(row.change), class: `delta ${eformer.became(row.change) ? "became" : row.change.status}`, style: { "--heat-at": String(eformer.heat(row.change)) } },
         eformer.changeText(row.change)) : "",
     };
     const marked = (label) => {
-      const text = query.trim().toLowerCase();
-      const at = text && !/[*?[]/.test(text) ? label.toLowerCase().indexOf(text) : -1;
-      if (at < 0) return label;
-      return [label.slice(0, at), h("mark", label.slice(at, at + text.length)), label.slice(at + text.length)];
+      const [start, end] = query && eformer.finder(query)(label.toLowerCase()) || [0, 0];
+      return [label.slice(0, start), h("mark", label.slice(start, end)), label.slice(end)];
     };
 
     // ------------------------------------------------------------------------------------- order
@@ -142,21 +156,32 @@
     let waiting = 0;
     input.addEventListener("input", () => { clearTimeout(waiting); waiting = setTimeout(() => search(input.value), 60); });
     input.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") { if (input.value) { input.value = ""; search(""); } else input.blur(); event.stopPropagation(); }
+      if (event.key === "Escape") { if (input.value) { input.value = ""; search(""); } else if (filter) showOnly(filter); else input.blur(); event.stopPropagation(); }
       if (event.key === "ArrowDown" || event.key === "Enter") { grid.focus(); activate(Math.max(0, active)); if (event.key === "Enter") choose(); event.preventDefault(); }
     });
     let unfolded = null;  // the active row and the scroll position before the search
-    const search = (text) => {
+    const search = (text, only = filter) => {
       clearTimeout(waiting);
-      if (!query) unfolded = { active, top: scroller.scrollTop };
-      inOrder.delete(query);
-      query = text.trim() ? text : "";
-      grid.classList.toggle("searching", Boolean(query));
-      const place = query ? { active: 0, top: 0 } : unfolded ?? { active: -1, top: 0 };
+      if (!query && !filter) unfolded = { active, top: scroller.scrollTop };
+      [query, filter] = [text.trim() ? text : "", only];
+      inOrder.delete(`${filter} ${query}`);
+      showFilters();
+      const place = query || filter ? { active: 0, top: 0 } : unfolded ?? { active: -1, top: 0 };
       lines = [];
       active = place.active;
       flatten();
       scroller.scrollTop = place.top;
+    };
+
+    // Filters are shown with the number of their leaves, if it is not zero.
+    const names = { became: "became NaN or Inf", special: "NaN or Inf", damaged: "damaged", changed: "changed", zero: "all zero" };
+    const filters = h("div.chips", { role: "group", "aria-label": "Filters" });
+    const showOnly = (name) => search(query, filter === name ? "" : name);
+    const showFilters = () => {
+      const focused = document.activeElement?.dataset.filter, counts = source.counts();
+      filters.replaceChildren(...Object.keys(names).filter((name) => counts[name] || filter === name).map((name) =>
+        h(`button.chip.${name}`, { type: "button", "data-filter": name, "aria-pressed": String(filter === name), onclick: () => showOnly(name) }, h("b", count(counts[name])), ` ${names[name]}`)));
+      if (focused) filters.querySelector(`[data-filter="${focused}"]`)?.focus();
     };
 
     // ---------------------------------------------------------------------------------- keyboard
@@ -223,7 +248,7 @@
     // ------------------------------------------------------------------------------------ reveal
     // Unfold the tree down to a leaf or a group, and make it the active row.
     const reveal = (path, kind, { select = true } = {}) => {
-      if (query) { input.value = ""; search(""); }
+      if (query || filter) { input.value = ""; search("", ""); }
       const row = source.find(path, kind);
       if (!row) return;
       for (let up = row.parent; up; up = up.parent) opened.add(up);
@@ -236,10 +261,11 @@
 
     // Open a few groups at the start, as long as everything fits.
     const start = () => {
+      showFilters();
       flatten();
       for (let depth = 0; depth < 4 && lines.length === depth + 1 && lines[depth].row.kind === "group"; depth++) open(lines[depth].row);
       for (const row of below(source.root)) if (row.kind === "group" && lines.length < 10) open(row);
     };
-    return { grid, input, status, start, reveal, draw };
+    return { grid, input, status, filters, where, start, reveal, draw, showFilters, showOnly: (name) => { if (filter !== name) showOnly(name); } };
   };
 })();
