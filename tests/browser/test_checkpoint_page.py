@@ -5,6 +5,7 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
+from selenium.webdriver.common.keys import Keys
 
 from browser.page import Page
 from eformer import checkpoint
@@ -220,7 +221,7 @@ def test_filters_show_leaves_with_nan_or_zeros_alone(browser, addresses):
     page.until_names(["params.layers.4.bias"])
     page.click(".browse .chip.zero")
     page.until(lambda: page.status() == "3 leaves found")
-    page.search("")
+    page.browser.find_element("id", "search").send_keys(Keys.ESCAPE)
     page.until(lambda: page.status() == "22 leaves")
 
 

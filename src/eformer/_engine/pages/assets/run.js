@@ -79,8 +79,8 @@
     if (!is_complete) return [h("span.big", "…")];
     const removed = steps.filter((step) => step.is_removed), saves = own?.every.length ? `saves ${own.every.join("; ")}` : null;
     const keeps = rules.length ? `keeps ${rules.join("; ")}` : own?.keeps_all ? "removes nothing" : "no rule is recorded or given, such as --keep 3";
-    const frees = removed.length ? `${bytes(removed.reduce((sum, step) => sum + step.nbytes, 0))} would be freed` : rules.length ? "nothing would be removed" : null;
-    return [h("span.big", rules.length ? `${count(steps.length - removed.length)} stay` : "all stay"), h("span.small.muted", [saves, keeps, frees].filter(Boolean).map(eformer.visible).join(" · "))];
+    const frees = removed.length ? `${bytes(removed.reduce((sum, step) => sum + step.nbytes, 0))} would be freed` : rules.length && steps.length ? "nothing would be removed" : null;
+    return [h("span.big", !steps.length ? "–" : rules.length ? `${count(steps.length - removed.length)} stay` : "all stay"), h("span.small.muted", [saves, keeps, frees].filter(Boolean).map(eformer.visible).join(" · "))];
   };
   const tiles = (run) => {
     const { steps } = run;
@@ -183,12 +183,12 @@
     const at = (value, height) => high === low ? height / 2 : height - 8 - (height - 16) * (value - low) / (high - low);
     const draw = (width, height) => {
       const line = (points) => points.map(([step, value]) => `${(axis.at(step.number) * width).toFixed(1)},${at(value, height).toFixed(1)}`).join(" ");
-      const raw = s("polyline.curve", { points: line(one.points) }), mean = s("polyline.curve");
+      const dots = one.points.length <= 60 ? one.points.map(([step, value]) => s("line.dot", { x1: axis.at(step.number) * width, x2: axis.at(step.number) * width + 0.01, y1: at(value, height), y2: at(value, height) })) : null;
+      const raw = s("g", s("polyline.curve", { points: line(one.points) }), dots), mean = s("polyline.curve");
       const smooth = () => { raw.classList.toggle("faint", smoothing > 0); mean.setAttribute("points", smoothing ? line(smoothed(one.points)) : ""); };
       smoothers.push(smooth);
       smooth();
-      return [one.odd.map((step) => s("line.odd-step", { x1: axis.at(step.number) * width, x2: axis.at(step.number) * width, y1: 0, y2: height })), raw, mean,
-        one.points.length <= 60 ? one.points.map(([step, value]) => s("line.dot", { x1: axis.at(step.number) * width, x2: axis.at(step.number) * width + 0.01, y1: at(value, height), y2: at(value, height) })) : null];
+      return [one.odd.map((step) => s("line.odd-step", { x1: axis.at(step.number) * width, x2: axis.at(step.number) * width, y1: 0, y2: height })), raw, mean];
     };
     const label = `${one.name}: ${one.points.length ? `${format(values[0])} at step ${one.points[0][0].number}, ${format(values.at(-1))} at step ${one.points.at(-1)[0].number}; from ${format(low)} to ${format(high)}` : "no finite value"}${marked}`;
     const points = [...valueOf.keys(), ...one.odd].sort((a, b) => a.number - b.number);
