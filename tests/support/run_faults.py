@@ -78,7 +78,7 @@ class RunLayout(Layout):
         """Check that the run has nothing but its steps, all sound, and the last one only what its manifest names."""
         path = self.path(folder)
         names = {f"step-{step.number}" for step in checkpoint.steps(path)}
-        assert set(os.listdir(path)) == {"run.json", *names}
+        assert set(os.listdir(path)) - {"removed-steps.jsonl"} == {"run.json", *names}
         for name in names:
             assert checkpoint.verify(path / name).ok
         assert not [name for name in os.listdir(checkpoint.latest(path)) if name.startswith(".")]
