@@ -1,7 +1,7 @@
 """Loads onto an accelerator, and saves from it, beside threads that compute: every leaf is compared, bit for bit.
 
     python bench/gpu_races.py [--shapes 2 33 262 1000] [--loads 75] [--saves 20] [--threads 4] [--busy 2]
-                              [--gigabytes 7] [--dir /dev/shm/races]
+                              [--gigabytes 7] [--dir /dev/shm/races] [--out bench/results/gpu_races.md]
 
 A program that reads an array before all of its bytes have arrived computes with other bytes, and nothing says so. It
 happens only while several threads use the device, so several threads load the same checkpoint at once here, others
@@ -12,7 +12,9 @@ program prints a line for each shape and ends with 1 if a leaf was wrong.
 from __future__ import annotations
 
 import argparse
+import datetime
 import itertools
+import os
 import shutil
 import sys
 import threading
@@ -74,6 +76,11 @@ def beside(work: Any, threads: int, busy: int) -> float:
     return took
 
 
+def tell(line: str, args: argparse.Namespace) -> None:
+    print(line, flush=True)
+    args.lines.append(line)
+
+
 def race_loads(kind: str, args: argparse.Namespace) -> int:
     import jax
 
@@ -92,11 +99,11 @@ def race_loads(kind: str, args: argparse.Namespace) -> int:
     took = beside(work, args.threads, args.busy)
     shutil.rmtree(path)
     nbytes = sum(leaf.nbytes for leaf in tree.values())
-    print(
+    tell(
         f"{len(tree)} leaves of {kind} MB: {args.loads} loads, {args.threads} at a time, {args.busy} threads "
         f"compute beside: {len(wrong)} wrong {[names[:3] for names in wrong[:3]]}, {took:.0f} s, "
         f"{args.loads * nbytes / took / 1e9:.1f} GB/s",
-        flush=True,
+        args,
     )
     return len(wrong)
 
@@ -126,9 +133,7 @@ def race_saves(kind: str, args: argparse.Namespace) -> int:
             shutil.rmtree(path)
 
     took = beside(work, args.threads, args.busy)
-    print(
-        f"{len(tree)} leaves of {kind} MB: {args.saves} saves, {len(wrong)} wrong, {took:.0f} s", flush=True
-    )
+    tell(f"{len(tree)} leaves of {kind} MB: {args.saves} saves, {len(wrong)} wrong, {took:.0f} s", args)
     return len(wrong)
 
 
@@ -143,7 +148,9 @@ def main() -> int:
     parser.add_argument("--busy", type=int, default=2)
     parser.add_argument("--gigabytes", type=float, default=7.0)
     parser.add_argument("--dir", type=Path, default=Path("/dev/shm/races"))
+    parser.add_argument("--out", type=Path, help="write a page of the results here")
     args = parser.parse_args()
+    args.lines = []
     shutil.rmtree(args.dir, ignore_errors=True)
     args.dir.mkdir(parents=True)
     wrong = 0
@@ -151,7 +158,21 @@ def main() -> int:
         wrong += race_loads(kind, args) if args.loads else 0
         wrong += race_saves(kind, args) if args.saves else 0
     shutil.rmtree(args.dir)
+    if args.out:
+        args.out.write_text(page(args))
     return 1 if wrong else 0
+
+
+def page(args: argparse.Namespace) -> str:
+    import jax
+    import numpy as np
+
+    return (
+        f"# Loads and saves beside threads that compute: {jax.devices()[0].device_kind}\n\n"
+        f"{datetime.date.today()}. {os.cpu_count()} cores, jax {jax.__version__}, numpy {np.__version__}. "
+        "`python bench/gpu_races.py`. Every leaf is compared on the device, bit for bit.\n\n"
+        + "".join(f"- {line}\n" for line in args.lines)
+    )
 
 
 if __name__ == "__main__":
