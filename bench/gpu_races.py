@@ -12,7 +12,7 @@ program prints a line for each shape and ends with 1 if a leaf was wrong.
 from __future__ import annotations
 
 import argparse
-import datetime
+import datetime as dt
 import itertools
 import os
 import shutil
@@ -169,7 +169,7 @@ def page(args: argparse.Namespace) -> str:
 
     return (
         f"# Loads and saves beside threads that compute: {jax.devices()[0].device_kind}\n\n"
-        f"{datetime.date.today()}. {os.cpu_count()} cores, jax {jax.__version__}, numpy {np.__version__}. "
+        f"{dt.date.today()}. {os.cpu_count()} cores, jax {jax.__version__}, numpy {np.__version__}. "
         "`python bench/gpu_races.py`. Every leaf is compared on the device, bit for bit.\n\n"
         + "".join(f"- {line}\n" for line in args.lines)
     )
