@@ -1,4 +1,4 @@
-"""Draw the charts of docs/speed.md from the committed results: `python bench/charts.py`.
+"""Draw the charts of docs/speed.md and docs/reliability.md from the committed results: `python bench/charts.py`.
 
 One chart answers one question, with few bars and one unit. The files are plain SVG, light or dark as the reader's
 system, and readable at a width of 400 pixels. `tests/test_figures.py` fails if a chart is not that of the results.
@@ -10,6 +10,8 @@ import json
 from html import escape
 from pathlib import Path
 from typing import Any
+
+from page import fault
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -32,6 +34,15 @@ LIBRARIES = {
     "safetensors, flax": "safetensors",
 }
 
+# As each library's documentation says to use it, and Orbax over one path, for which it has `force=True`.
+TRIED = {
+    "eformer": "eformer",
+    "Orbax, steps": "Orbax, steps",
+    "Orbax, force=True": "Orbax, one path",
+    "safetensors": "safetensors",
+    "flax msgpack": "flax msgpack",
+}
+
 Bars = dict[str, float]
 
 
@@ -52,6 +63,13 @@ def charts() -> dict[str, str]:
         "small-save.svg": chart("A save of 10,000 tiny arrays, microseconds an array", small("save")),
         "small-load.svg": chart("A load of 10,000 tiny arrays, microseconds an array", small("load")),
         "memory.svg": chart(f"Memory of a load beyond the state ({gigabytes}), MB", memory(full)),
+        "flips.svg": chart("One bit flipped: a load returns wrong values, percent", shares("flips", "wrong")),
+        "kills.svg": chart(
+            "Killed while saving: the old checkpoint is lost, percent", shares("kills", "lost", "wrong")
+        ),
+        "power.svg": chart(
+            "Power cut: a finished save is gone, percent", shares("blocks", "lost", "undone", "wrong")
+        ),
     }
 
 
@@ -109,6 +127,14 @@ def small(operation: str) -> Bars:
 def memory(results: dict[str, Any]) -> Bars:
     found = cells(results, "llama", "load memory")
     return {title: max(0.0, found[system] / 1e6) for system, title in LIBRARIES.items()}
+
+
+def shares(kind: str, *failures: str) -> Bars:
+    """Return how many of the faults of a kind were such failures, in percent, by library."""
+    found = {title: fault(kind, layout) for layout, title in TRIED.items()}
+    return {
+        title: 100 * sum(each[word] for word in failures) / each["count"] for title, each in found.items()
+    }
 
 
 # --------------------------------------------------------------------------------------------- drawing

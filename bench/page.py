@@ -60,7 +60,7 @@ def _compared() -> list[str]:
 
 def _of_flips() -> str:
     ours, orbax, safetensors, flax = (
-        f"{_fault('flips', layout)['wrong']:,}"
+        f"{fault('flips', layout)['wrong']:,}"
         for layout in ("eformer", "Orbax, steps", "safetensors", "flax msgpack")
     )
     return f"| **{ours}** | {orbax} | {safetensors} | {flax} |"
@@ -68,25 +68,25 @@ def _of_flips() -> str:
 
 def _of_kills() -> str:
     def lost(layout: str) -> str:
-        found = _fault("kills", layout)
+        found = fault("kills", layout)
         return f"{found['lost']} of {found['count']}"
 
-    ours = _fault("kills", "eformer")
+    ours = fault("kills", "eformer")
     orbax = f"{lost('Orbax, steps')} (steps); {lost('Orbax, force=True')} (`force=True`)"
     return f"| **{ours['lost']}** of {ours['count']} | {orbax} | {lost('safetensors')} | {lost('flax msgpack')} |"
 
 
 def _of_power_cuts() -> str:
     def gone(layout: str) -> str:
-        found = _fault("blocks", layout)
+        found = fault("blocks", layout)
         return f"{found['lost'] + found['undone']} of {found['count']}"
 
-    ours = _fault("blocks", "eformer")
+    ours = fault("blocks", "eformer")
     cells = " | ".join(gone(layout) for layout in ("Orbax, steps", "safetensors", "flax msgpack"))
     return f"| **{ours['lost'] + ours['undone']}** of {ours['count']} | {cells} |"
 
 
-def _fault(kind: str, layout: str) -> Counter[str]:
+def fault(kind: str, layout: str) -> Counter[str]:
     """Add up what became of a library, on every file system, under faults of one kind."""
     results = json.loads((ROOT / "faults" / "results" / "peers.json").read_text("utf-8"))
     found: Counter[str] = Counter()

@@ -36,8 +36,8 @@ def test_the_charts_are_those_of_the_results(bench):
         assert (charts.CHARTS / name).read_text("utf-8") == text, "run: python bench/charts.py"
 
 
-def test_the_speed_page_shows_every_chart(bench):
-    text = (ROOT / "docs" / "speed.md").read_text("utf-8")
+def test_the_pages_show_every_chart(bench):
+    text = "".join((ROOT / "docs" / name).read_text("utf-8") for name in ("speed.md", "reliability.md"))
     assert set(re.findall(r"\(charts/([^)]+)\)", text)) == set(bench("charts").charts())
 
 
