@@ -13,6 +13,7 @@ EformerError
 ├── StructureError   (ValueError)   a tree's structure cannot be recorded or rebuilt
 ├── LeafError        (TypeError,    a leaf cannot be stored, because of its type
 │                     ValueError)   or its value
+├── TransferError    (OSError)      an array arrived damaged on a device, twice
 ├── ProcessError     (RuntimeError) another process failed, or made a different call
 │   └── ProcessTimeoutError         another process did not answer in time; also a TimeoutError
 ├── SupersededError  (RuntimeError) another job has become the writer of a run
@@ -119,6 +120,10 @@ class StructureError(EformerError, ValueError):
 
 class LeafError(EformerError, TypeError, ValueError):
     """A leaf cannot be stored, because of its type or its value."""
+
+
+class TransferError(EformerError, OSError):
+    """An array arrived damaged on a device, also when the transfer was repeated. The checkpoint is undamaged."""
 
 
 class ProcessError(EformerError, RuntimeError):

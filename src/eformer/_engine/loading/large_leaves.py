@@ -25,9 +25,11 @@ from eformer._engine.trees.devices import PACKED, bits_of
 from eformer._engine.trees.programs import place_of, program
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Container, Iterator, Sequence
     from concurrent.futures import Future
 
+    from eformer._engine.loading.device_check import DeviceCheck
+    from eformer._engine.loading.read_plan import Read
     from eformer._engine.loading.select import LeafTarget
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
 
@@ -56,6 +58,7 @@ class LargeLeaf:
         self.target, self.loaded, self.boxes = target, loaded, boxes
         self.cuts, self.left = cuts, len(cuts)
         self.lock = threading.Lock()
+        self.checks: list[Callable[[list[Any]], None]] = []  # of the arrays, once they are complete
         dtype, is_committed = dtype_from_name(target.dtype), target.sharding is not None
         wanted = target.wanted
         parts: list[list[Box]] = [[] for _ in wanted]
@@ -96,6 +99,8 @@ class LargeLeaf:
         if is_last:
             target = self.target
             arrays = [shard.finish() for shard in self.shards]
+            for check in self.checks:
+                check(arrays)
             self.loaded[target.name] = (
                 arrays[0]
                 if target.sharding is None
@@ -110,6 +115,20 @@ class Part:
         self.leaf, self.cut = leaf, cut
         boxes = [box for _, box in cut]
         self.targets = [msgspec.structs.replace(leaf.target, boxes=boxes, arrays=())]
+
+    def plan_check(self, check: DeviceCheck, reads: Sequence[Read], default: Any) -> Container[int]:
+        """Plan the check on the devices, and return the numbers of the targets that the host need not check."""
+        leaf = self.leaf
+        parts = [
+            (at, key, shard.device, shard.box)
+            for at, (number, _) in enumerate(self.cut)
+            for key, (shard, held) in enumerate(zip(leaf.shards, leaf.boxes.numbers, strict=True))
+            if held == number
+        ]
+        checks = check.of_part(self.targets[0], reads, parts)
+        if checks.jobs:
+            leaf.checks.append(lambda arrays: check.begin(checks, lambda key, _: arrays[key]))
+        return checks.wants
 
     def move(self, memory: np.ndarray[Any, Any]) -> Transfer:
         """Put each box on all devices that need it; write the boxes into the arrays there after they have arrived."""

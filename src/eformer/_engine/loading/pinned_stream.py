@@ -11,33 +11,42 @@ from __future__ import annotations
 import math
 import threading
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import lru_cache, partial
 from itertools import accumulate
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from eformer._engine.loading.assemble import assemble
+from eformer._engine.loading.device_check import (
+    DeviceCheck,
+    Wrong,
+    require_arrived,
+    shard_on,
+    warn_of,
+)
 from eformer._engine.loading.device_put import PutShards, Transfer, default_device, wait_for
 from eformer._engine.loading.fetch import aligned
 from eformer._engine.loading.large_leaves import LargeLeaf, Part
 from eformer._engine.loading.placement import default_memory
-from eformer._engine.loading.read import Reading, require_unwritten
+from eformer._engine.loading.read import Reading, read_targets, require_unwritten
 from eformer._engine.loading.read_plan import packed_nbytes, plan_reads
-from eformer._engine.loading.slot_split import Split, splits_of
+from eformer._engine.loading.slot_split import Sent, Split, splits_of
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.tasks.pool import run_all
 from eformer._engine.tasks.progress import SILENT, Meter
 from eformer._engine.trees.devices import page_locked, takes_host_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
-    import numpy as np
     from jax.sharding import Sharding
 
     from eformer._engine.formats.found import Found
+    from eformer._engine.loading.read_plan import Read
     from eformer._engine.loading.select import LeafTarget
     from eformer._engine.record.manifest import TreeEntry
 
@@ -48,6 +57,9 @@ _SLOT_BYTES = 64 * 2**20  # large enough that starting a transfer takes no time 
 _SLOTS = 4  # each slot is touched and locked once, which takes longer than a fifth slot would save
 _READ_BYTES = 8 * 2**20  # larger than for other reads: with many threads, fewer tasks contend for their turn
 _WORTH_IT = 16 * 2**20  # for fewer bytes, locking a slot takes longer than it saves
+
+# A function to call with host memory right before each transfer from it. Tests damage transfers with it.
+before_transfer: ContextVar[Callable[[Any], None]] = ContextVar("before_transfer", default=lambda _: None)
 
 # Slots that a device may still copy from after an error, kept until the process ends: if the memory were freed, the
 # device would copy whatever the allocator puts there next.
@@ -100,12 +112,32 @@ def stream(
     with ExitStack() as stack:
         reading = Reading(found, tree, verify=verify, meter=meter)
         stack.callback(reading.files.close)
-        stream = _Stream(targets, tree, stack)
+        stream = _Stream(targets, tree, stack, DeviceCheck(tree, _SLOT_BYTES) if verify else None)
         threads = max(2, threads * 7 // 8)  # the other cores are for the transfers
         run_all(stream.tasks(reading), threads, stream.give_up)
         require_unwritten(tree, reading.files)
         wait_for(list(stream.loaded.values()))  # before the exit stack unlocks the slots
+        wrong = stream.check.wrong() if stream.check else []
+    if wrong:
+        stream.loaded |= _repeated(wrong, found, tree, threads)
     return stream.loaded
+
+
+def _repeated(wrong: Sequence[Wrong], found: Found, tree: TreeEntry, threads: int) -> dict[str, Any]:
+    """Read leaves once more whose bytes on a device are wrong, check them in host memory, and transfer them again.
+
+    Raise a CorruptionError if a file is damaged, and a TransferError if the second transfer fails, too.
+    """
+    targets = list({target.name: target for target, _, _ in wrong}.values())
+    read_targets(found, tree, targets, threads, verify=True)
+    warn_of(wrong, tree)
+    for target in targets:
+        for array in target.arrays:
+            before_transfer.get()(array.reshape(-1).view(np.uint8))
+    arrays = assemble(targets)
+    wait_for(list(arrays.values()))
+    require_arrived(wrong, arrays, tree)
+    return arrays
 
 
 class _Leaves:
@@ -115,6 +147,16 @@ class _Leaves:
         self, targets: list[LeafTarget], loaded: dict[str, Any], put: PutShards, split: Split | None = None
     ) -> None:
         self.targets, self.loaded, self.put, self.split = targets, loaded, put, split
+        self.check: Callable[[], None] | None = None
+
+    def plan_check(self, check: DeviceCheck, reads: Sequence[Read], default: Any) -> Container[int]:
+        """Plan the check on the devices, and return the numbers of the targets that the host need not check."""
+        checks = check.of_leaves(self.targets, reads, default)
+        if checks.jobs:
+            self.check = partial(
+                check.begin, checks, lambda name, device: shard_on(self.loaded[name], device)
+            )
+        return checks.wants
 
     def move(self, memory: np.ndarray[Any, Any]) -> Transfer:
         """Begin to move the leaves to their devices. The memory is free when the arrays of the result are ready."""
@@ -125,14 +167,27 @@ class _Leaves:
             target.arrays = ()  # views of the slot, which is read into again
         self.loaded.update(arrays)
         if sent is None:
-            return Transfer(list(arrays.values()))
-        return Transfer([*arrays.values(), sent.data], lambda: self.loaded.update(sent.cut()))
+            return Transfer(list(arrays.values()), self.check)
+        return Transfer([*arrays.values(), sent.data], partial(self.cut, sent))
+
+    def cut(self, sent: Sent) -> None:
+        """Cut the slot into arrays, and check them."""
+        self.loaded.update(sent.cut())
+        if self.check:
+            self.check()
 
 
 class _Stream:
     """Pass leaves through slots of memory: small leaves first, while the programs for large leaves are compiled."""
 
-    def __init__(self, targets: Sequence[LeafTarget], tree: TreeEntry, stack: ExitStack) -> None:
+    def __init__(
+        self,
+        targets: Sequence[LeafTarget],
+        tree: TreeEntry,
+        stack: ExitStack,
+        check: DeviceCheck | None = None,
+    ) -> None:
+        self.check, self.before_transfer = check, before_transfer.get()
         self.device, self.stack, self.tree = accelerator_of(targets[0]), stack, tree
         sizes = [(target, nbytes_of(target)) for target in sorted(targets, key=_position)]
         self.small = _groups([(target, nbytes) for target, nbytes in sizes if nbytes <= _SLOT_BYTES])
@@ -159,6 +214,7 @@ class _Stream:
         for batch in self.batches(reading):
             # Planned before the slot is asked for, while other threads read.
             reads = plan_reads(batch.targets, self.tree, _READ_BYTES, is_packed=True)
+            checked_later = batch.plan_check(self.check, reads, self.default) if self.check else ()
             slot = self.slots.get()
             if slot is None:
                 return
@@ -166,7 +222,12 @@ class _Stream:
             arrive = partial(self.arrive, batch, slot)
             is_claimed = isinstance(batch, Part)
             yield from reading.tasks(
-                batch.targets, reads, memory=slot.memory, end=arrive, is_claimed=is_claimed
+                batch.targets,
+                reads,
+                memory=slot.memory,
+                end=arrive,
+                is_claimed=is_claimed,
+                checked_later=checked_later,
             )
         for _ in range(self.count):  # the last transfers, whose programs no further read would start
             slot = self.slots.get()
@@ -206,6 +267,7 @@ class _Stream:
     def arrive(self, batch: _Leaves | Part, slot: _Slot) -> None:
         """Begin to move the leaves of a batch, which have been read, to their devices, and hand the slot on."""
         slot.lock()
+        self.before_transfer(slot.memory)
         # One thread at a time: starting a transfer needs the interpreter lock, for which several would only wait.
         with self.moving, self.settings(), slot.lost_on_error():
             slot.transfer = batch.move(slot.memory)

@@ -18,7 +18,7 @@ from eformer._engine.tasks.progress import SILENT, Meter
 from eformer.errors import CorruptionError, FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Container, Iterable, Sequence
 
     from eformer._engine.formats.found import Found
     from eformer._engine.loading.read_plan import Read
@@ -94,10 +94,12 @@ class Reading:
         memory: Array | None = None,
         end: Callable[[], None] | None = None,
         is_claimed: bool = False,
+        checked_later: Container[int] = (),
     ) -> list[Callable[[], None]]:
         """Return tasks that carry out the reads of some targets; the last task to finish calls `end`.
 
         Large arrays are taken from `memory` while it lasts. `is_claimed` says that `claim` has counted their bytes.
+        `checked_later` has the numbers of the targets whose pieces are checked on their devices.
         """
         needed = {read.file for read in reads}
         self.files.hold(needed)
@@ -112,6 +114,7 @@ class Reading:
             memory=memory,
             meter=self.meter,
             path_to=self.store.path_to,
+            checked_later=checked_later,
         )
 
         def hand_over() -> None:

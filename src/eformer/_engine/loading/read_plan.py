@@ -23,6 +23,7 @@ from eformer._engine.record.pieces import (
     pieces_in,
     shifted,
 )
+from eformer._engine.record.xxh3 import SHORTEST
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -69,6 +70,11 @@ class StoredPiece(Struct, frozen=True, gc=False):
     target: int = 0
     at: int = -1
     coding: Coding | None = None
+
+    @property
+    def lies_in_array(self) -> bool:
+        """Tell whether the piece is in its array as a whole, unchanged, and long enough to be digested there."""
+        return self.at >= 0 and self.nbytes >= SHORTEST
 
 
 class Read(Struct, frozen=True, gc=False):

@@ -1,0 +1,240 @@
+"""Digest arrays where they are: programs of plain XLA compute the accumulators of xxh3-128 on the device.
+
+The bytes of arrays are joined in a buffer on the device, and one program, compiled once for all shapes, digests up to
+64 pieces of it. Only the accumulators, 64 bytes for each piece, come back to the host, which merges them.
+
+Programs are compiled in the background. `Digester.is_ready` tells whether they are.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+
+from eformer._engine.record.xxh3 import (
+    BLOCK,
+    INITIAL,
+    LANES,
+    LAST_KEY,
+    PRIME32,
+    SCRAMBLE_KEY,
+    SHORTEST,
+    STRIPE,
+    STRIPE_KEYS,
+    STRIPES,
+    digests_of,
+)
+from eformer._engine.trees.devices import PACKED
+from eformer._engine.trees.programs import program
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from concurrent.futures import Future
+
+_lax: Any = jax.lax  # without types
+_jit: Any = jax.jit  # without types
+_described: Any = jax.ShapeDtypeStruct  # without types
+
+PIECES = 64  # digested by one call of the program
+_UNROLL = 32  # blocks of a step: fewer make the program slower, more take longer to compile
+_MANY = 8  # steps at least, below which a program is not unrolled
+
+Kind = tuple[tuple[int, ...], np.dtype[Any]]  # shape and dtype of an array
+
+
+class Span(NamedTuple):
+    """The bytes of one piece in the buffer."""
+
+    start: int
+    nbytes: int
+
+
+class Joined(NamedTuple):
+    """Arrays whose bytes a program writes into the buffer from byte `start` on.
+
+    `corner` is None, or where the box begins that the program cuts out of a single array.
+    """
+
+    program: Future[Any]
+    arrays: Sequence[Any]
+    corner: tuple[int, ...] | None
+    start: int
+
+
+class Digests:
+    """Accumulators on their way to the host. `result` waits for them."""
+
+    def __init__(self, spans: Sequence[Span], parts: Sequence[Any]) -> None:
+        self.spans, self.parts = spans, parts
+
+    def result(self) -> np.ndarray[Any, Any]:
+        """Return the digests of the pieces, high and low half of each."""
+        found = np.concatenate([np.asarray(part) for part in self.parts])[: len(self.spans)]
+        return digests_of(found, [span.nbytes for span in self.spans])
+
+
+class Digester:
+    """Digest arrays of one device. Not for several threads at the same time.
+
+    nbytes   the most bytes that are joined in the buffer
+    piece    the most bytes of a piece
+    """
+
+    def __init__(self, device: Any, nbytes: int, piece: int) -> None:
+        self.device, self.place = device, jax.sharding.SingleDeviceSharding(device)
+        self.piece = -(-piece // BLOCK) * BLOCK
+        self.room = nbytes + self.piece + BLOCK  # windows of whole pieces must not reach beyond the buffer
+        self.empty = self._program(_empty)
+        self.accumulate = self._program(_accumulate, self.piece)
+        self.buffer: Any = None
+        self.constants: dict[Any, Any] = {}
+
+    def is_ready(self, *programs: Future[Any]) -> bool:
+        """Tell whether programs are compiled, and those that every digest needs."""
+        return all(
+            made.done() and made.exception() is None for made in (self.empty, self.accumulate, *programs)
+        )
+
+    def joining(self, kinds: Sequence[Kind]) -> Future[Any]:
+        """Begin to compile the program that joins the bytes of arrays of these kinds."""
+        return self._program(_join, tuple(kinds))
+
+    def cutting(self, kind: Kind, shape: tuple[int, ...]) -> Future[Any]:
+        """Begin to compile the program that takes the bytes of a box of an array."""
+        return self._program(_cut, kind, shape)
+
+    def digest(self, joined: Sequence[Joined], spans: Sequence[Span]) -> Digests:
+        """Begin to digest pieces of the joined arrays, which must have arrived on the device."""
+        buffer = self.empty.result()() if self.buffer is None else self.buffer
+        for made, arrays, corner, start in joined:
+            at = self.constant(np.array(start, np.int32))
+            where = () if corner is None else (self.constant(np.array(corner, np.int32)),)
+            buffer = made.result()(buffer, at, *arrays, *where)
+        self.buffer = buffer
+        parts = []
+        for first in range(0, len(spans), PIECES):
+            some = spans[first : first + PIECES]
+            table = np.full((2, PIECES), SHORTEST, np.int32)
+            table[0] = 0
+            table[:, : len(some)] = np.array(some, np.int32).T
+            part = self.accumulate.result()(buffer, self.constant(table))
+            part.copy_to_host_async()
+            parts.append(part)
+        return Digests(spans, parts)
+
+    def constant(self, value: np.ndarray[Any, Any]) -> Any:
+        """Return a small array on the device, which has arrived: a program must not read it before, see `Transfer`."""
+        key = value.shape, value.tobytes()
+        if key not in self.constants:
+            self.constants[key] = jax.device_put(value, self.device).block_until_ready()
+        return self.constants[key]
+
+    def _program(self, lower: Any, *arguments: Any) -> Future[Any]:
+        return program(lower, self.place, self.room, *arguments, device=self.device, x64=True)
+
+
+def can_digest(dtype: np.dtype[Any]) -> bool:
+    """Tell whether a program can read the bytes of an array of this dtype."""
+    return dtype not in PACKED and dtype.isnative and dtype.kind in "iufV" and dtype.itemsize <= 8
+
+
+# -------------------------------------------------------------------------------------------- programs
+
+
+def _empty(place: Any, room: int) -> Any:
+    return _jit(lambda: _lax.empty((room,), np.uint8), out_shardings=place).lower()
+
+
+def _join(place: Any, room: int, kinds: Sequence[Kind]) -> Any:
+    def join(buffer: Any, start: Any, *arrays: Any) -> Any:
+        return _lax.dynamic_update_slice(buffer, _lax.concatenate(list(map(_bytes_of, arrays)), 0), (start,))
+
+    described = [_described(shape, dtype, sharding=place) for shape, dtype in kinds]
+    return _into_buffer(join, place).lower(*_buffer(place, room), *described)
+
+
+def _cut(place: Any, room: int, kind: Kind, box: tuple[int, ...]) -> Any:
+    def cut(buffer: Any, start: Any, array: Any, corner: Any) -> Any:
+        part = _lax.dynamic_slice(array, tuple(corner), box)
+        return _lax.dynamic_update_slice(buffer, _bytes_of(part), (start,))
+
+    shape, dtype = kind
+    array = _described(shape, dtype, sharding=place)
+    corner = _described((len(shape),), np.int32, sharding=place)
+    return _into_buffer(cut, place).lower(*_buffer(place, room), array, corner)
+
+
+def _buffer(place: Any, room: int) -> tuple[Any, Any]:
+    return _described((room,), np.uint8, sharding=place), _described((), np.int32, sharding=place)
+
+
+def _into_buffer(function: Any, place: Any) -> Any:
+    return _jit(function, donate_argnums=0, out_shardings=place)
+
+
+def _bytes_of(array: Any) -> Any:
+    """Return the bytes of an array in C order.
+
+    Floats become integers first: XLA may compute with floats, which changes the bits of a nan.
+    """
+    bits = np.dtype(f"u{array.dtype.itemsize}")
+    found = array if array.dtype == bits else _lax.bitcast_convert_type(array, bits)
+    if bits.itemsize > 1:
+        found = _lax.bitcast_convert_type(found, np.uint8)
+    return _lax.reshape(found, (math.prod(found.shape),))
+
+
+def _accumulate(place: Any, room: int, piece: int) -> Any:
+    lowered = _jit(partial(_accumulators, most=piece), out_shardings=place)
+    return lowered.lower(
+        _described((room,), np.uint8, sharding=place), _described((2, PIECES), np.int32, sharding=place)
+    )
+
+
+def _accumulators(buffer: Any, table: Any, *, most: int) -> Any:
+    """Return the accumulators of pieces of the buffer, given the starts and the lengths of the pieces.
+
+    One program serves all lengths: every piece takes a window of `most` bytes, and blocks beyond its end are ignored.
+    """
+    starts, lengths = table[0], table[1]
+    blocks = (lengths - 1) // BLOCK  # whole blocks; the rest holds at least one byte
+    windows = _words(buffer, starts, most).reshape(PIECES, most // BLOCK, STRIPES, LANES)
+    sums = _added(windows, STRIPE_KEYS).sum(2)
+
+    def step(accumulators: Any, block: Any) -> tuple[Any, None]:
+        number, added = block
+        mixed = accumulators + added
+        mixed = mixed ^ (mixed >> np.uint64(47)) ^ SCRAMBLE_KEY
+        is_inside = (number < blocks)[:, None]
+        return _lax.select_n(
+            jax.numpy.broadcast_to(is_inside, mixed.shape), accumulators, mixed * np.uint64(PRIME32[0])
+        ), None
+
+    numbers = np.arange(most // BLOCK, dtype=np.int32)
+    begun = jax.numpy.broadcast_to(INITIAL, (PIECES, LANES))
+    unroll = min(_UNROLL, max(1, len(numbers) // _MANY))
+    found, _ = _lax.scan(step, begun, (numbers, jax.numpy.swapaxes(sums, 0, 1)), unroll=unroll)
+
+    rest = _added(_words(buffer, starts + blocks * BLOCK, BLOCK).reshape(PIECES, STRIPES, LANES), STRIPE_KEYS)
+    stripes = (lengths - 1 - blocks * BLOCK) // STRIPE
+    is_inside = np.arange(STRIPES, dtype=np.int32)[None, :] < stripes[:, None]
+    found = found + jax.numpy.where(is_inside[:, :, None], rest, np.uint64(0)).sum(1)
+    return found + _added(_words(buffer, starts + lengths - STRIPE, STRIPE), LAST_KEY)
+
+
+def _words(buffer: Any, starts: Any, nbytes: int) -> Any:
+    """Return windows of the buffer as numbers of 64 bits."""
+    windows = jax.vmap(lambda start: _lax.dynamic_slice(buffer, (start,), (nbytes,)))(starts)
+    return _lax.bitcast_convert_type(windows.reshape(PIECES, nbytes // 8, 8), np.uint64)
+
+
+def _added(words: Any, keys: Any) -> Any:
+    """Return what stripes add to the accumulators."""
+    mixed = words ^ keys
+    product = (mixed & np.uint64(0xFFFFFFFF)) * (mixed >> np.uint64(32))
+    swapped = words.reshape(*words.shape[:-1], LANES // 2, 2)[..., ::-1].reshape(words.shape)
+    return swapped + product
