@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections import Counter
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,13 +21,12 @@ import numpy as np
 from eformer._engine.record.digests import xxh3_128
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.xxh3 import parsed_digests
-from eformer._engine.trees.device_digests import Digester, Digests, Joined, Kind, Span, can_digest
+from eformer._engine.trees.device_digests import Digesters, Digests, Joined, Kind, Span, can_digest
 from eformer._engine.trees.devices import on_host
 from eformer.errors import TransferError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-    from concurrent.futures import Future
 
     from eformer._engine.loading.read_plan import Read, StoredPiece
     from eformer._engine.loading.select import LeafTarget
@@ -36,13 +34,6 @@ if TYPE_CHECKING:
     from eformer._engine.record.manifest import TreeEntry
 
 logger = logging.getLogger("eformer")
-
-_MOST_PROGRAMS = 8  # begun by one load: compiling takes cores from reading
-_MOST_COUNTED = 4096
-
-# How often a group of leaves of these kinds was loaded, and the programs that were begun, on a device.
-_seen: Counter[Any] = Counter()
-_begun: set[Any] = set()
 
 
 class Job(NamedTuple):
@@ -70,9 +61,8 @@ class DeviceCheck:
     """The digests of one load that are checked on devices. `begin` and `wrong` may be called from any thread."""
 
     def __init__(self, tree: TreeEntry, slot_bytes: int) -> None:
-        self.tree, self.slot_bytes = tree, slot_bytes
-        self.digesters: dict[Any, Digester] = {}
-        self.left = _MOST_PROGRAMS
+        self.slot_bytes = slot_bytes
+        self.digesters = Digesters(slot_bytes, tree.block)
         self.lock = threading.Lock()
         self.pending: list[tuple[Job, Digests]] = []
 
@@ -92,7 +82,7 @@ class DeviceCheck:
         for device, some in shards.items():
             kinds = [_kind(targets[number], targets[number].wanted[box]) for number, box in some]
             *starts, end = accumulate(map(_nbytes, kinds), initial=0)
-            joins = self._joins(device, kinds) if end <= self.slot_bytes else None
+            joins = self.digesters.joining(device, kinds) if end <= self.slot_bytes else None
             if joins is None:
                 return Checks((), [])
             joined, first = list[Joined](), 0
@@ -123,54 +113,13 @@ class DeviceCheck:
             return Checks((), [])
         for number, key, device, whole in parts:
             box = target.wanted[number]
-            digester = self._digester(device)
-            kind = _kind(target, whole)
-            made = self._begun(digester, (kind, box.shape), digester.cutting, kind, box.shape)
-            if made is None or not digester.is_ready(made):
+            made = self.digesters.cutting(device, _kind(target, whole), box.shape)
+            if made is None:
                 return Checks((), [])
             corner = box.inside(whole).start
             found = [(0, target, piece) for piece in pieces if piece.target == number]
             jobs.append(_job(device, [Joined(made, [key], corner, 0)], found))
         return Checks(frozenset((0,)), jobs)
-
-    def _joins(self, device: Any, kinds: Sequence[Kind]) -> list[tuple[Future[Any], int]] | None:
-        """Return the programs that join arrays of these kinds, each with the number of its arrays; None if some are not
-        compiled yet.
-
-        Arrays that often come together have one program. Others have a program each.
-        """
-        digester, together = self._digester(device), tuple(kinds)
-        if len(_seen) > _MOST_COUNTED:
-            _seen.clear()
-        _seen[device, together] += 1
-        if _seen[device, together] > 1 or len(kinds) == 1:
-            made = self._begun(digester, together, digester.joining, together)
-            if made is not None and digester.is_ready(made):
-                return [(made, len(kinds))]
-        singly = [self._begun(digester, (kind,), digester.joining, (kind,)) for kind in kinds]
-        ready = [(made, 1) for made in singly if made is not None]
-        is_ready = len(ready) == len(kinds) and digester.is_ready(*(made for made, _ in ready))
-        return ready if is_ready else None
-
-    def _begun(
-        self, digester: Digester, key: Any, begin: Callable[..., Future[Any]], *arguments: Any
-    ) -> Future[Any] | None:
-        """Return a program, and begin to compile it; None if this load has begun enough of them."""
-        key = (digester.device, self.slot_bytes, key)
-        if key not in _begun:
-            if self.left == 0:
-                return None
-            self.left -= 1
-            if len(_begun) > _MOST_COUNTED:
-                _begun.clear()
-            _begun.add(key)
-        return begin(*arguments)
-
-    def _digester(self, device: Any) -> Digester:
-        found = self.digesters.get(device)
-        if found is None:
-            found = self.digesters[device] = Digester(device, self.slot_bytes, self.tree.block)
-        return found
 
     # --------------------------------------------------------------------------------- after the arrival
 
@@ -182,7 +131,7 @@ class DeviceCheck:
                     one._replace(arrays=[array_of(key, job.device) for key in one.arrays])
                     for one in job.joined
                 ]
-                self.pending.append((job, self.digesters[job.device].digest(filled, job.spans)))
+                self.pending.append((job, self.digesters.of(job.device).digest(filled, job.spans)))
 
     def wrong(self) -> list[Wrong]:
         """Wait for all digests, and return the pieces whose digests differ."""

@@ -23,7 +23,7 @@ from eformer._engine.record.planned import data_files, leaf_entries
 from eformer._engine.saving.commit import commit_of
 from eformer._engine.saving.reuse import Kept, apart, find_earlier, keep_chunks, keep_files
 from eformer._engine.saving.staging import Staging
-from eformer._engine.saving.write import compute_sha256, write
+from eformer._engine.saving.write import AtSource, compute_sha256, write
 from eformer._engine.stores.store_options import options_of_call
 from eformer._engine.stores.urls import is_same_bucket
 from eformer._engine.tasks.deadline import within
@@ -106,6 +106,7 @@ class Save:
     late            called at the commit with the `part` of every process; returns more metadata, as JSON
     part            the metadata that this process adds, such as its position in the data
     fence           called right before the commit: if it raises, nothing is committed
+    at_source       makes the digests of planned files that accelerators compute, which need jax
     """
 
     store: Store
@@ -125,6 +126,7 @@ class Save:
     late: Callable[[Sequence[bytes]], Mapping[str, Any]] | None = None
     part: bytes = b""
     fence: Callable[[], None] | None = None
+    at_source: Callable[[Sequence[PlannedFile], int], AtSource] | None = None
     format: WriteFormat = field(init=False)
     upload: Upload = field(init=False)
 
@@ -165,7 +167,18 @@ class Save:
         # background must not keep copies of all arrays until its end.
         self.sources.clear()
         header = partial(self.format.header, sha256=sha256) if self.format.header_needs_digests else None
-        write(files, self.upload, self.tree.block, staging, threads=self.threads, meter=meter, header=header)
+        block = self.tree.block
+        at_source = self.at_source(files, block) if self.at_source else None
+        write(
+            files,
+            self.upload,
+            block,
+            staging,
+            threads=self.threads,
+            meter=meter,
+            header=header,
+            at_source=at_source,
+        )
         receipt = self.receipt(files, kept, leaves, sha256)
         receipt.parts = [self.part]
         return receipt

@@ -17,6 +17,7 @@ from eformer._engine.saving.pending import Pending, run_in_background
 from eformer._engine.saving.save import ALIASES, Format, Kind, Save, complete, store_options_of
 from eformer._engine.saving.several import SaveOfSeveral
 from eformer._engine.saving.snapshot import metadata_to_json, snapshot
+from eformer._engine.saving.source_digests import SourceDigests
 from eformer._engine.stores.local import resolved
 from eformer._engine.stores.locate import absolute, locate, store_at
 from eformer._engine.tasks import interrupts
@@ -24,6 +25,7 @@ from eformer._engine.tasks.deadline import within
 from eformer._engine.tasks.interrupts import held_back
 from eformer._engine.tasks.pool import gc_paused
 from eformer._engine.tasks.turns import turns
+from eformer._engine.trees import devices
 from eformer._engine.trees.flatten import flatten
 from eformer._version import __version__
 from eformer.errors import NotFoundError
@@ -182,6 +184,7 @@ def start(
             before,
             has_index=write_index,
             overwrite=overwrite,
+            at_source=SourceDigests if devices.has_accelerator() else None,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -34,6 +34,20 @@ _WRITE_BYTES = 4 * 2**20
 _BATCH = 128  # small files to a task
 
 
+class Expected(Protocol):
+    """The digests of the pieces of a box where its array is: `source_digests`, which needs jax."""
+
+    def require(self, name: str, first: int, digests: Sequence[str]) -> None:
+        """Raise a TransferError if the digests of pieces, from number `first` on, differ."""
+
+
+class AtSource(Protocol):
+    """The digests of a save that accelerators compute."""
+
+    def begin(self, extent: PlannedExtent) -> Expected | None:
+        """Begin to digest a box, before its array is released. Return None if the device cannot."""
+
+
 def write(
     files: Sequence[PlannedFile],
     upload: Upload,
@@ -43,17 +57,18 @@ def write(
     threads: int,
     meter: Meter,
     header: Callable[[PlannedFile], bytes] | None = None,
+    at_source: AtSource | None = None,
 ) -> None:
     """Write the files, with the digests of their pieces, and return when they are on stable storage.
 
     The arrays of a file are released as it is written. With `header`, the header of a file that has extents is made
-    when their digests are known.
+    when their digests are known. `at_source` has the digests that accelerators compute, which are compared.
     """
     nbytes = sum(file.nbytes for file in files if not file.is_there)
     upload.nbytes = nbytes
     if nbytes <= block:
         threads = min(threads, len(files))  # a file of this size is one task
-    run_all(_Writer(upload, block, staging, meter, header).tasks(files), threads)
+    run_all(_Writer(upload, block, staging, meter, header, at_source).tasks(files), threads)
     upload.sync()
 
 
@@ -64,6 +79,7 @@ class _Writer:
     staging: Staging
     meter: Meter
     header: Callable[[PlannedFile], bytes] | None
+    at_source: AtSource | None
 
     def tasks(self, files: Iterable[PlannedFile]) -> Iterator[Callable[[], None]]:
         small: list[PlannedFile] = []
@@ -190,7 +206,7 @@ class _Writer:
             elif extent.is_packed:
                 yield partial(_write_packed, counted, start, extent, self.staging)
             else:
-                yield from _piece_tasks(counted, start, extent, self.block, self.staging)
+                yield from _piece_tasks(counted, start, extent, self.block, self.staging, self.at_source)
         if small:
             yield partial(_write_small, counted, start, small)
 
@@ -249,16 +265,22 @@ def _write_packed(write: _Write, start: int, extent: PlannedExtent, staging: Sta
 
 
 def _piece_tasks(
-    write: _Write, start: int, extent: PlannedExtent, block: int, staging: Staging
+    write: _Write,
+    start: int,
+    extent: PlannedExtent,
+    block: int,
+    staging: Staging,
+    at_source: AtSource | None,
 ) -> Iterator[Callable[[], None]]:
     """Write a large box, a few pieces to a task."""
+    expected = at_source.begin(extent) if at_source else None
     itemsize = extent.source.itemsize
     offset, number = start + extent.offset, 0
     for group in _groups(extent, block, staging):
         boxes, held = staging.fetch(extent.source.boxes, bounding(group))
         release = Countdown(partial(staging.release, held), len(group))
         for batch in joined(group, itemsize, max(block, _WRITE_BYTES)):
-            yield partial(_write_pieces, write, extent, number, boxes, batch, offset, release)
+            yield partial(_write_pieces, write, extent, number, boxes, batch, offset, release, expected)
             offset += itemsize * sum(box.size for box in batch)
             number += len(batch)
     extent.source = released(extent.source)  # each task holds its boxes, until it has written them
@@ -272,8 +294,10 @@ def _write_pieces(
     batch: Sequence[Box],
     offset: int,
     release: Countdown,
+    expected: Expected | None,
 ) -> None:
     """Write neighbouring pieces, of which the first has this number."""
+    first = number
     try:
         data = bytes_of(contiguous(boxes, bounding(batch), extent.source.dtype))
         at, itemsize = 0, extent.source.itemsize
@@ -282,6 +306,8 @@ def _write_pieces(
             extent.digests[number] = xxh3_128(data[at:stop])
             at, number = stop, number + 1
         write(data, offset)  # right after the digests, while the bytes are in the cache
+        if expected:
+            expected.require(extent.source.name, first, extent.digests[first:number])
     finally:
         release.count_down(len(batch))
 

@@ -9,6 +9,7 @@ Programs are compiled in the background. `Digester.is_ready` tells whether they 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,7 +33,7 @@ from eformer._engine.trees.devices import PACKED
 from eformer._engine.trees.programs import program
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
 _lax: Any = jax.lax  # without types
@@ -135,6 +136,70 @@ class Digester:
 
     def _program(self, lower: Any, *arguments: Any) -> Future[Any]:
         return program(lower, self.place, self.room, *arguments, device=self.device, x64=True)
+
+
+class Digesters:
+    """The digesters of one load or save, by device, and the programs that it may begin to compile.
+
+    A method that returns programs returns None until they are compiled.
+    """
+
+    def __init__(self, nbytes: int, piece: int) -> None:
+        self.nbytes, self.piece = nbytes, piece
+        self.known: dict[Any, Digester] = {}
+        self.left = _MOST_PROGRAMS
+
+    def of(self, device: Any) -> Digester:
+        found = self.known.get(device)
+        if found is None:
+            found = self.known[device] = Digester(device, self.nbytes, self.piece)
+        return found
+
+    def joining(self, device: Any, kinds: Sequence[Kind]) -> list[tuple[Future[Any], int]] | None:
+        """Return the programs that join arrays of these kinds, each with the number of its arrays.
+
+        Arrays that often come together have one program. Other arrays have a program each.
+        """
+        digester, together = self.of(device), tuple(kinds)
+        if len(_seen) > _MOST_COUNTED:
+            _seen.clear()
+        _seen[device, together] += 1
+        if _seen[device, together] > 1 or len(kinds) == 1:
+            made = self._begun(digester, together, digester.joining, together)
+            if made is not None and digester.is_ready(made):
+                return [(made, len(kinds))]
+        singly = [self._begun(digester, (kind,), digester.joining, (kind,)) for kind in kinds]
+        ready = [(made, 1) for made in singly if made is not None]
+        is_ready = len(ready) == len(kinds) and digester.is_ready(*(made for made, _ in ready))
+        return ready if is_ready else None
+
+    def cutting(self, device: Any, kind: Kind, shape: tuple[int, ...]) -> Future[Any] | None:
+        """Return the program that takes the bytes of a box of an array."""
+        digester = self.of(device)
+        made = self._begun(digester, (kind, shape), digester.cutting, kind, shape)
+        return made if made is not None and digester.is_ready(made) else None
+
+    def _begun(
+        self, digester: Digester, key: Any, begin: Callable[..., Future[Any]], *arguments: Any
+    ) -> Future[Any] | None:
+        """Return a program, and begin to compile it; None if this load or save has begun enough of them."""
+        key = (digester.device, digester.room, key)
+        if key not in _begun:
+            if self.left == 0:
+                return None
+            self.left -= 1
+            if len(_begun) > _MOST_COUNTED:
+                _begun.clear()
+            _begun.add(key)
+        return begin(*arguments)
+
+
+_MOST_PROGRAMS = 8  # begun by one load or save: compiling takes cores from reading and writing
+_MOST_COUNTED = 4096
+
+# How often arrays of these kinds came together, and the programs that were begun, on a device.
+_seen: Counter[Any] = Counter()
+_begun: set[Any] = set()
 
 
 def can_digest(dtype: np.dtype[Any]) -> bool:

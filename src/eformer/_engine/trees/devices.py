@@ -106,11 +106,17 @@ def arrived(arrays: T) -> T:
     have arrived. Arrays on CPUs are complete when they are made; a process without other devices does not wait.
     """
     import jax  # late, as above
-    from jax.extend import backend
 
-    if any(platform != "cpu" for platform in backend.backends()):
+    if has_accelerator():
         jax.block_until_ready(arrays)  # type: ignore[no-untyped-call]
     return arrays
+
+
+def has_accelerator() -> bool:
+    """Tell whether this process has devices that are no CPUs. The default device says nothing about the mesh."""
+    from jax.extend import backend  # late, as above
+
+    return any(platform != "cpu" for platform in backend.backends())
 
 
 @contextmanager
