@@ -1,4 +1,7 @@
-"""How all commands of `eformer` behave: errors, colours, JSON, help, and pipes that close early."""
+"""How all commands of `eformer` behave: errors, colours, JSON, help, and pipes that close early.
+
+Tests: tests/cli/test_commands.py, tests/cli/test_changes.py.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 A thread looks at the run as long as a page polls. It reads new and replaced steps, the newest first, and at every look
 reads a few known steps again, because a file may be damaged at any time.
+
+Tests: tests/engine/pages/test_addresses.py, tests/engine/pages/test_timeline.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Complete a save: prepare the directory, write, commit. Needs no jax."""
+"""Complete a save: prepare the directory, write, commit. Needs no jax.
+
+Tests: tests/engine/saving/test_commit.py, tests/engine/saving/test_held_promises.py,
+tests/engine/saving/test_interrupted.py.
+"""
 
 from __future__ import annotations
 

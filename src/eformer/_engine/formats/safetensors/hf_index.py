@@ -1,4 +1,7 @@
-"""Write `model.safetensors.index.json`, for readers that know safetensors and not the manifest."""
+"""Write `model.safetensors.index.json`, for readers that know safetensors and not the manifest.
+
+Tests: tests/engine/formats/test_safetensors.py, tests/engine/formats/safetensors/test_names.py.
+"""
 
 from __future__ import annotations
 
