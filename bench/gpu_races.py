@@ -1,6 +1,6 @@
 """Loads onto an accelerator, and saves from it, beside threads that compute: every leaf is compared, bit for bit.
 
-    python bench/gpu_races.py [--shapes 2 33 262 1000] [--loads 75] [--saves 20] [--threads 4] [--busy 2]
+    python bench/gpu_races.py [--shapes 2 33 262 1000] [--loads 75] [--saves 20] [--damaged 10] [--threads 4] [--busy 2]
                               [--gigabytes 7] [--dir /dev/shm/races] [--out bench/results/gpu_races.md]
 
 A program that reads an array before all of its bytes have arrived computes with other bytes, and nothing says so. It
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import itertools
+import logging
 import os
 import shutil
 import sys
@@ -108,6 +109,50 @@ def race_loads(kind: str, args: argparse.Namespace) -> int:
     return len(wrong)
 
 
+def damage(kind: str, args: argparse.Namespace) -> int:
+    """Flip a bit of one transfer in each load: the digests on the device must find it, and the load repeat it."""
+    import jax
+
+    from eformer._engine.loading.pinned_stream import before_transfer
+    from eformer.checkpoint import load, save
+
+    tree, path, said = trees_of(SHAPES[kind], 1e9), args.dir / "damaged", Said()
+    save(tree, path)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+    for _ in range(3):  # until the programs are compiled
+        jax.block_until_ready(load(path, like=like))
+        time.sleep(3)
+    logging.getLogger("eformer").addHandler(said)
+    wrong = 0
+    for number in range(args.damaged):
+        flips = itertools.count()
+
+        def flip(memory: Any, at: int = number, flips: Any = flips) -> None:
+            if next(flips) == 0:
+                memory[(at * 7919) % (len(memory) // 2)] ^= 1 << at % 8
+
+        token = before_transfer.set(flip)
+        wrong += bool(differing(load(path, like=like), tree))
+        before_transfer.reset(token)
+    logging.getLogger("eformer").removeHandler(said)
+    shutil.rmtree(path)
+    tell(
+        f"{len(tree)} leaves of {kind} MB: {args.damaged} loads with a damaged transfer, {said.count} reported, {wrong} "
+        "wrong",
+        args,
+    )
+    return wrong + (said.count != args.damaged)
+
+
+class Said(logging.Handler):
+    """Count the reports of transfers that were repeated."""
+
+    count = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.count += "the transfer is repeated" in record.getMessage()
+
+
 def race_saves(kind: str, args: argparse.Namespace) -> int:
     """Save in the background and donate the arrays at once; load the checkpoint and compare."""
     import jax
@@ -144,6 +189,7 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="*", default=["2", "33", "262", "1000"], choices=SHAPES)
     parser.add_argument("--loads", type=int, default=75, help="of each shape")
     parser.add_argument("--saves", type=int, default=20, help="of each shape")
+    parser.add_argument("--damaged", type=int, default=10, help="loads of each shape with a damaged transfer")
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--busy", type=int, default=2)
     parser.add_argument("--gigabytes", type=float, default=7.0)
@@ -157,6 +203,7 @@ def main() -> int:
     for kind in args.shapes:
         wrong += race_loads(kind, args) if args.loads else 0
         wrong += race_saves(kind, args) if args.saves else 0
+        wrong += damage(kind, args) if args.damaged else 0
     shutil.rmtree(args.dir)
     if args.out:
         args.out.write_text(page(args))

@@ -13,7 +13,7 @@ EformerError
 ├── StructureError   (ValueError)   a tree's structure cannot be recorded or rebuilt
 ├── LeafError        (TypeError,    a leaf cannot be stored, because of its type
 │                     ValueError)   or its value
-├── TransferError    (OSError)      an array arrived damaged on a device, twice
+├── TransferError    (OSError)      an array arrived damaged on a device, twice, or from it
 ├── ProcessError     (RuntimeError) another process failed, or made a different call
 │   └── ProcessTimeoutError         another process did not answer in time; also a TimeoutError
 ├── SupersededError  (RuntimeError) another job has become the writer of a run
@@ -125,7 +125,10 @@ class LeafError(EformerError, TypeError, ValueError):
 
 
 class TransferError(EformerError, OSError):
-    """An array arrived damaged on a device, also when the transfer was repeated. The checkpoint is undamaged."""
+    """An array arrived damaged on a device, also when a load repeated the transfer, or arrived damaged in host memory.
+
+    The checkpoint on the disk is undamaged.
+    """
 
 
 class ProcessError(EformerError, RuntimeError):

@@ -75,7 +75,6 @@ def test_all_pieces_are_checked_on_the_device_once_programs_are_compiled(
     tree = tree_of(dtype)
     save(tree, tmp_path)
     assert_same(load(tmp_path), tree)
-    assert on_host.call_count
     compiled(tmp_path)
     on_host.reset_mock()
     assert_same(load(tmp_path), tree)

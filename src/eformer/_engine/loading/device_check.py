@@ -21,7 +21,15 @@ import numpy as np
 from eformer._engine.record.digests import xxh3_128
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.xxh3 import parsed_digests
-from eformer._engine.trees.device_digests import Digesters, Digests, Joined, Kind, Span, can_digest
+from eformer._engine.trees.device_digests import (
+    Digesters,
+    Digests,
+    Joined,
+    Kind,
+    PieceSpan,
+    can_digest,
+    results,
+)
 from eformer._engine.trees.devices import on_host
 from eformer.errors import TransferError
 
@@ -36,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("eformer")
 
 
-class Job(NamedTuple):
+class DigestJob(NamedTuple):
     """Pieces to digest on one device.
 
     joined    the arrays, by keys that `begin` knows, and the programs that join them in the buffer
@@ -45,7 +53,7 @@ class Job(NamedTuple):
 
     device: Any
     joined: list[Joined]
-    spans: list[Span]
+    spans: list[PieceSpan]
     pieces: list[tuple[LeafTarget, StoredPiece]]
 
 
@@ -64,7 +72,7 @@ class DeviceCheck:
         self.slot_bytes = slot_bytes
         self.digesters = Digesters(slot_bytes, tree.block)
         self.lock = threading.Lock()
-        self.pending: list[tuple[Job, Digests]] = []
+        self.pending: list[tuple[DigestJob, Digests]] = []
 
     # ---------------------------------------------------------------------------------- before the read
 
@@ -108,7 +116,7 @@ class DeviceCheck:
         the array there, the device, and the box of the whole array.
         """
         pieces = _pieces_of(reads).get(0, [])
-        jobs: list[Job] = []
+        jobs: list[DigestJob] = []
         if not pieces or not _is_served(target):
             return Checks((), [])
         for number, key, device, whole in parts:
@@ -135,20 +143,18 @@ class DeviceCheck:
 
     def wrong(self) -> list[Wrong]:
         """Wait for all digests, and return the pieces whose digests differ."""
-        found: list[Wrong] = []
-        for job, digests in self.pending:
-            expected = parsed_digests("".join(piece.digest for _, piece in job.pieces))
-            numbers = np.nonzero((digests.result() != expected).any(1))[0]
-            found += [Wrong(*job.pieces[number], job.device) for number in numbers]
+        pieces = [(*piece, job.device) for job, _ in self.pending for piece in job.pieces]
+        found = results([digests for _, digests in self.pending])
         self.pending.clear()
-        return found
+        expected = parsed_digests("".join(piece.digest for _, piece, _ in pieces))
+        return [Wrong(*pieces[number]) for number in np.nonzero((found != expected).any(1))[0]]
 
 
 class Checks(NamedTuple):
     """The checks of one batch: the numbers of the targets whose digests the host need not check, and the jobs."""
 
     wants: Container[int]
-    jobs: list[Job]
+    jobs: list[DigestJob]
 
 
 def shard_on(array: Any, device: Any) -> Any:
@@ -181,9 +187,9 @@ def require_arrived(wrong: Sequence[Wrong], arrays: Mapping[str, Any], tree: Tre
             )
 
 
-def _job(device: Any, joined: list[Any], found: Sequence[tuple[int, LeafTarget, StoredPiece]]) -> Job:
-    spans = [Span(start + piece.at, piece.nbytes) for start, _, piece in found]
-    return Job(device, joined, spans, [(target, piece) for _, target, piece in found])
+def _job(device: Any, joined: list[Any], found: Sequence[tuple[int, LeafTarget, StoredPiece]]) -> DigestJob:
+    spans = [PieceSpan(start + piece.at, piece.nbytes) for start, _, piece in found]
+    return DigestJob(device, joined, spans, [(target, piece) for _, target, piece in found])
 
 
 def _pieces_of(reads: Iterable[Read]) -> dict[int, list[StoredPiece]]:

@@ -54,7 +54,7 @@ SCRAMBLE_KEY = _secret(len(_SECRET) - STRIPE)
 LAST_KEY = _secret(len(_SECRET) - STRIPE - 7)  # of the last 64 bytes
 
 
-def digests_of(accumulators: np.ndarray[Any, Any], nbytes: Sequence[int]) -> np.ndarray[Any, Any]:
+def merged_digests(accumulators: np.ndarray[Any, Any], nbytes: Sequence[int]) -> np.ndarray[Any, Any]:
     """Merge accumulators of shape [inputs, 8] into digests: the two halves of each, high and low, of 64 bits."""
     lengths = np.asarray(nbytes, np.uint64)
     with np.errstate(over="ignore"):
@@ -64,7 +64,7 @@ def digests_of(accumulators: np.ndarray[Any, Any], nbytes: Sequence[int]) -> np.
 
 
 def parsed_digests(digits: str) -> np.ndarray[Any, Any]:
-    """Return concatenated hexadecimal digests as `digests_of` returns them."""
+    """Return concatenated hexadecimal digests as `merged_digests` returns them."""
     return np.frombuffer(bytes.fromhex(digits), ">u8").astype(np.uint64).reshape(-1, 2)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.pieces import bounding, joined, piece_sizes, pieces, shifted
 from eformer._engine.record.xxh3 import SHORTEST, parsed_digests
-from eformer._engine.trees.device_digests import Digesters, Digests, Joined, Span, can_digest
+from eformer._engine.trees.device_digests import Digesters, Digests, Joined, PieceSpan, can_digest, results
 from eformer.errors import TransferError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class SourceDigests:
         self.digesters = Digesters(_TOGETHER_BYTES, block)
         self.lock = threading.Lock()
         self.groups: dict[int, _Group] = {}  # by the id of a planned extent, which its file keeps alive
-        self.expected: dict[int, Expected] = {}
+        self.expected: dict[int, BoxDigests] = {}
         group = None
         for extent in (extent for file in files if not file.is_there for extent in file.extents):
             if (held := _held_by(extent, block)) is None:
@@ -48,7 +48,7 @@ class SourceDigests:
             group.members.append(held)
             self.groups[id(extent)] = group
 
-    def begin(self, extent: PlannedExtent) -> Expected | None:
+    def begin(self, extent: PlannedExtent) -> BoxDigests | None:
         """Begin to digest a box, and small boxes that are written after it.
 
         Call this before the array is released. Return None for a box that no compiled program can digest.
@@ -63,7 +63,7 @@ class SourceDigests:
             return self.expected.pop(id(extent), None)
 
 
-class Expected:
+class BoxDigests:
     """The digests of the pieces of a box, computed on the device."""
 
     def __init__(self, found: Sequence[tuple[Digests, int]], ends: Sequence[int], device: Any) -> None:
@@ -76,8 +76,9 @@ class Expected:
         with self.lock:
             if self.digests is None:
                 count = len(self.ends) - 1
-                parts = [one.result()[start : start + count] for one, start in self.found]
-                self.digests = np.concatenate(parts)
+                self.digests = np.concatenate(
+                    [results([one])[start : start + count] for one, start in self.found]
+                )
         expected = self.digests[first : first + len(digests)]
         wrong = np.nonzero((expected != parsed_digests("".join(digests))).any(1))[0]
         if len(wrong):
@@ -116,7 +117,7 @@ class _Group:
         are_small = held.is_small and self.members[0].is_small
         return are_small and nbytes <= _TOGETHER_BYTES and self.members[0].device == held.device
 
-    def digest(self, digesters: Digesters, block: int) -> dict[int, Expected]:
+    def digest(self, digesters: Digesters, block: int) -> dict[int, BoxDigests]:
         """Begin to digest the boxes; return what has begun, by the id of the extent."""
         members, self.members = self.members, []
         arrived: Any = jax.block_until_ready
@@ -126,7 +127,7 @@ class _Group:
         return _together(members, digesters) if members[0].is_small else _alone(members[0], digesters, block)
 
 
-def _together(members: Sequence[_Held], digesters: Digesters) -> dict[int, Expected]:
+def _together(members: Sequence[_Held], digesters: Digesters) -> dict[int, BoxDigests]:
     device = members[0].device
     joins = digesters.joining(device, [(held.array.shape, held.array.dtype) for held in members])
     if joins is None:
@@ -142,12 +143,12 @@ def _together(members: Sequence[_Held], digesters: Digesters) -> dict[int, Expec
     digests = digesters.of(device).digest(filled, spans)
     numbers = accumulate((len(held.sizes) for held in members), initial=0)
     return {
-        id(held.extent): Expected([(digests, number)], _ends(held.sizes), device)
+        id(held.extent): BoxDigests([(digests, number)], _ends(held.sizes), device)
         for held, number in zip(members, numbers, strict=False)
     }
 
 
-def _alone(held: _Held, digesters: Digesters, block: int) -> dict[int, Expected]:
+def _alone(held: _Held, digesters: Digesters, block: int) -> dict[int, BoxDigests]:
     """Digest a box in parts, which are cut out of its array."""
     extent, itemsize, device = held.extent, held.array.dtype.itemsize, held.device
     inside = shifted(pieces(extent.box.shape, itemsize, block), extent.box.start)
@@ -160,13 +161,13 @@ def _alone(held: _Held, digesters: Digesters, block: int) -> dict[int, Expected]
         corner = part.inside(held.whole).start
         spans = _spans([box.size * itemsize for box in group], 0)
         found.append((digesters.of(device).digest([Joined(made, [held.array], corner, 0)], spans), 0))
-    return {id(extent): Expected(found, _ends(held.sizes), device)}
+    return {id(extent): BoxDigests(found, _ends(held.sizes), device)}
 
 
-def _spans(sizes: Iterable[int], start: int) -> list[Span]:
+def _spans(sizes: Iterable[int], start: int) -> list[PieceSpan]:
     spans = []
     for nbytes in sizes:
-        spans.append(Span(start, nbytes))
+        spans.append(PieceSpan(start, nbytes))
         start += nbytes
     return spans
 

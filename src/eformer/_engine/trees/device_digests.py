@@ -8,6 +8,7 @@ Programs are compiled in the background. `Digester.is_ready` tells whether they 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from functools import partial
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
+from eformer._engine.record.digests import xxh3_128
 from eformer._engine.record.xxh3 import (
     BLOCK,
     INITIAL,
@@ -27,7 +29,8 @@ from eformer._engine.record.xxh3 import (
     STRIPE,
     STRIPE_KEYS,
     STRIPES,
-    digests_of,
+    merged_digests,
+    parsed_digests,
 )
 from eformer._engine.trees.devices import PACKED
 from eformer._engine.trees.programs import program
@@ -35,6 +38,8 @@ from eformer._engine.trees.programs import program
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
+
+logger = logging.getLogger("eformer")
 
 _lax: Any = jax.lax  # without types
 _jit: Any = jax.jit  # without types
@@ -44,10 +49,12 @@ PIECES = 64  # digested by one call of the program
 _UNROLL = 32  # blocks of a step: fewer make the program slower, more take longer to compile
 _MANY = 8  # steps at least, below which a program is not unrolled
 
+_are_right: dict[Any, bool] = {}
+
 Kind = tuple[tuple[int, ...], np.dtype[Any]]  # shape and dtype of an array
 
 
-class Span(NamedTuple):
+class PieceSpan(NamedTuple):
     """The bytes of one piece in the buffer."""
 
     start: int
@@ -66,16 +73,25 @@ class Joined(NamedTuple):
     start: int
 
 
-class Digests:
-    """Accumulators on their way to the host. `result` waits for them."""
+class Digests(NamedTuple):
+    """Accumulators of pieces on their way to the host: an array for each call of the program."""
 
-    def __init__(self, spans: Sequence[Span], parts: Sequence[Any]) -> None:
-        self.spans, self.parts = spans, parts
+    spans: Sequence[PieceSpan]
+    parts: Sequence[Any]
 
-    def result(self) -> np.ndarray[Any, Any]:
-        """Return the digests of the pieces, high and low half of each."""
-        found = np.concatenate([np.asarray(part) for part in self.parts])[: len(self.spans)]
-        return digests_of(found, [span.nbytes for span in self.spans])
+
+def results(found: Sequence[Digests]) -> np.ndarray[Any, Any]:
+    """Wait for the accumulators of all pieces, and return the digests: high and low half of each.
+
+    They are merged together, because each call of numpy costs more than the merge of a few pieces.
+    """
+    accumulators, lengths = [np.empty((0, LANES), np.uint64)], []
+    for spans, parts in found:
+        whole = [np.asarray(part) for part in parts]
+        whole[-1] = whole[-1][: len(spans) - (len(parts) - 1) * PIECES]
+        accumulators += whole
+        lengths += [span.nbytes for span in spans]
+    return merged_digests(np.concatenate(accumulators), lengths)
 
 
 class Digester:
@@ -93,12 +109,37 @@ class Digester:
         self.accumulate = self._program(_accumulate, self.piece)
         self.buffer: Any = None
         self.constants: dict[Any, Any] = {}
+        self.is_right: bool | None = None
 
     def is_ready(self, *programs: Future[Any]) -> bool:
-        """Tell whether programs are compiled, and those that every digest needs."""
-        return all(
-            made.done() and made.exception() is None for made in (self.empty, self.accumulate, *programs)
-        )
+        """Tell whether these programs and those of every digest are compiled, and digest as xxhash does."""
+        needed = (self.empty, self.accumulate, *programs)
+        if not all(made.done() and made.exception() is None for made in needed):
+            return False
+        if self.is_right is None:
+            self.is_right = self._is_right()
+        return self.is_right
+
+    def _is_right(self) -> bool:
+        """Tell, by a trial, whether the device computes the digests of xxhash. One for each process and device."""
+        key = self.device, self.room, self.piece
+        if key not in _are_right:
+            sample = np.zeros(self.room, np.uint8)
+            sample[: self.piece] = np.random.default_rng(0).integers(0, 256, self.piece, np.uint8)
+            spans = [
+                PieceSpan(start, nbytes)
+                for start, nbytes in ((0, self.piece), (1, self.piece - 65), (3, SHORTEST))
+            ]
+            self.buffer = jax.device_put(sample, self.device).block_until_ready()
+            found, self.buffer = results([self.digest((), spans)]), None
+            expected = "".join(xxh3_128(sample[start : start + nbytes].data) for start, nbytes in spans)
+            _are_right[key] = bool((found == parsed_digests(expected)).all())
+            if not _are_right[key]:
+                logger.warning(
+                    "%s computes other digests than xxhash: loads and saves check in host memory alone",
+                    self.device,
+                )
+        return _are_right[key]
 
     def joining(self, kinds: Sequence[Kind]) -> Future[Any]:
         """Begin to compile the program that joins the bytes of arrays of these kinds."""
@@ -108,7 +149,7 @@ class Digester:
         """Begin to compile the program that takes the bytes of a box of an array."""
         return self._program(_cut, kind, shape)
 
-    def digest(self, joined: Sequence[Joined], spans: Sequence[Span]) -> Digests:
+    def digest(self, joined: Sequence[Joined], spans: Sequence[PieceSpan]) -> Digests:
         """Begin to digest pieces of the joined arrays, which must have arrived on the device."""
         buffer = self.empty.result()() if self.buffer is None else self.buffer
         for made, arrays, corner, start in joined:
