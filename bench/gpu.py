@@ -1,7 +1,7 @@
 """Saves from an accelerator and loads onto it, beside peers and beside what the machine can do.
 
     python bench/gpu.py [--gigabytes 7.4] [--dir DIRECTORY] [--rounds 2] [--out bench/results] [--name gpu]
-                        [--only SYSTEM ...|shapes] [--shapes-dir /dev/shm] [--quick]
+                        [--only SYSTEM ...|shapes|race] [--shapes-dir /dev/shm] [--quick]
 
 Runs alone, without a network: peers that cannot be imported are left out, which is said. Every system has a fresh
 process in every round. A save goes to a new directory and ends when all is on stable storage; a load goes onto
@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import gpu_races
 import gpu_shapes
 import limits
 import machine
@@ -39,7 +40,7 @@ HERE = Path(__file__).resolve().parent
 LIMITS = ("limit: write", "limit: load")
 PEERS = ("orbax", "orbax, tuned", "jax", "safetensors, flax")
 SYSTEMS = ("eformer", "eformer, no like", "eformer, no digests", "eformer, zarr", *PEERS)
-SHAPES = "shapes"
+SHAPES, RACE = "shapes", "race"
 WIDTH = 2048
 SLOT = 64 * 2**20
 REPEATS = 4
@@ -366,15 +367,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--name", default="gpu")
     parser.add_argument(
-        "--only", nargs="*", default=[], metavar="SYSTEM", help="'shapes' for the four shapes"
+        "--only",
+        nargs="*",
+        default=[],
+        metavar="SYSTEM",
+        help="'shapes' for the four shapes, 'race' for loads and saves beside threads that compute",
     )
     parser.add_argument("--quick", action="store_true", help="0.4 GB, one round")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     parser.add_argument("--bytes", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if unknown := set(args.only) - {SHAPES, *LIMITS, *SYSTEMS}:
+    if unknown := set(args.only) - {SHAPES, RACE, *LIMITS, *SYSTEMS}:
         parser.error(
-            f"--only {', '.join(sorted(unknown))}: there are {', '.join((*LIMITS, *SYSTEMS, SHAPES))}"
+            f"--only {', '.join(sorted(unknown))}: there are {', '.join((*LIMITS, *SYSTEMS, SHAPES, RACE))}"
         )
     if args.quick:
         args.gigabytes, args.rounds = 0.4, 1
@@ -392,10 +397,13 @@ def main() -> None:
     for directory in (args.dir, args.out):
         directory.mkdir(parents=True, exist_ok=True)
     wanted = args.only or [*LIMITS, *SYSTEMS, SHAPES]
-    if systems := [name for name in wanted if name != SHAPES]:
+    if systems := [name for name in wanted if name not in (SHAPES, RACE)]:
         measure_systems(systems, args)
     if SHAPES in wanted:
         measure_shapes(args)
+    if RACE in wanted:
+        loads = ["--loads", "4", "--saves", "2", "--damaged", "2", "--gigabytes", "0.4"] if args.quick else []
+        sys.exit(gpu_races.main(["--out", str(args.out / "gpu_races.md"), *loads]))
 
 
 def measure_systems(systems: list[str], args: argparse.Namespace) -> None:
