@@ -5,9 +5,9 @@
 
 A program that reads an array before all of its bytes have arrived computes with other bytes, and nothing says so. It
 happens only while several threads use the device, so several threads load the same checkpoint at once here, others
-multiply and transfer, and digests are not checked (`verify=False`): the check would repeat the transfer. Then some loads
-have a transfer that the program damages, and digests are checked: each must be reported and repeated. The program prints
-a line for each shape and ends with 1 if a leaf was wrong.
+multiply and transfer, and digests are not checked (`verify=False`): the check would repeat the transfer. Then some
+loads have a transfer that the program damages, and digests are checked: each must be reported and repeated. The program
+prints a line for each shape and ends with 1 if a leaf was wrong.
 """
 
 from __future__ import annotations
