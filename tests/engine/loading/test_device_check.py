@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eformer._engine.loading import fetch, pinned_stream, placement
+from eformer._engine.loading import device_check, fetch, pinned_stream, placement
 from eformer._engine.loading.pinned_stream import before_transfer
 from eformer._engine.record.xxh3 import SHORTEST
 from eformer._engine.saving import commit
+from eformer._engine.trees.device_digests import Digester
 from eformer.checkpoint import load, save
 from eformer.errors import CorruptionError, TransferError
 from support.damage import flip
@@ -166,3 +167,21 @@ def test_a_damaged_file_is_the_error_that_it_was(tmp_path, accelerators, caplog)
         load(tmp_path)
     assert str(on_the_device.value) == str(on_the_host.value)
     assert "arrived damaged" not in caplog.text
+
+
+@pytest.mark.parametrize("where", ["digest", "results"])
+def test_a_device_that_has_no_memory_for_digests_leaves_the_check_to_the_host(
+    tmp_path, accelerators, on_host, monkeypatch, where
+):
+    tree = tree_of()
+    save(tree, tmp_path)
+    compiled(tmp_path)
+
+    def fail(*_):
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(*{"digest": (Digester, "digest"), "results": (device_check, "results")}[where], fail)
+    assert_same(load(tmp_path), tree)
+    flip(tmp_path / "model.safetensors", -5)
+    with pytest.raises(CorruptionError, match="are damaged"):
+        load(tmp_path)

@@ -73,6 +73,7 @@ class DeviceCheck:
         self.digesters = Digesters(slot_bytes, tree.block)
         self.lock = threading.Lock()
         self.pending: list[tuple[DigestJob, Digests]] = []
+        self.unchecked: dict[str, LeafTarget] = {}  # leaves that no device could digest after all
 
     # ---------------------------------------------------------------------------------- before the read
 
@@ -135,19 +136,34 @@ class DeviceCheck:
         """Begin to digest arrays, which must have arrived; `array_of` returns the array of a key on a device."""
         for job in checks.jobs:
             with self.lock:
-                filled = [
-                    one._replace(arrays=[array_of(key, job.device) for key in one.arrays])
-                    for one in job.joined
-                ]
-                self.pending.append((job, self.digesters.of(job.device).digest(filled, job.spans)))
+                self._begin(job, array_of)
+
+    def _begin(self, job: DigestJob, array_of: Callable[[Any, Any], Any]) -> None:
+        try:
+            filled = [
+                one._replace(arrays=[array_of(key, job.device) for key in one.arrays]) for one in job.joined
+            ]
+            self.pending.append((job, self.digesters.of(job.device).digest(filled, job.spans)))
+        except Exception as error:  # noqa: BLE001  a device without memory, say: the arrays themselves are there
+            self._give_up([job], error)
 
     def wrong(self) -> list[Wrong]:
         """Wait for all digests, and return the pieces whose digests differ."""
-        pieces = [(*piece, job.device) for job, _ in self.pending for piece in job.pieces]
-        found = results([digests for _, digests in self.pending])
-        self.pending.clear()
+        jobs = [job for job, _ in self.pending]
+        try:
+            found = results([digests for _, digests in self.pending])
+        except Exception as error:  # noqa: BLE001  as above, later
+            self._give_up(jobs, error)
+            return []
+        finally:
+            self.pending.clear()
+        pieces = [(*piece, job.device) for job in jobs for piece in job.pieces]
         expected = parsed_digests("".join(piece.digest for _, piece, _ in pieces))
         return [Wrong(*pieces[number]) for number in np.nonzero((found != expected).any(1))[0]]
+
+    def _give_up(self, jobs: Sequence[DigestJob], error: Exception) -> None:
+        logger.debug("digests could not be computed on the device, and are checked in host memory: %s", error)
+        self.unchecked |= {target.name: target for job in jobs for target, _ in job.pieces}
 
 
 class Checks(NamedTuple):

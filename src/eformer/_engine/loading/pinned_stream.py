@@ -29,7 +29,7 @@ from eformer._engine.loading.device_check import (
     warn_of,
 )
 from eformer._engine.loading.device_put import PutShards, Transfer, default_device, wait_for
-from eformer._engine.loading.fetch import aligned
+from eformer._engine.loading.fetch import aligned, check_pieces, raise_damage
 from eformer._engine.loading.large_leaves import LargeLeaf, Part
 from eformer._engine.loading.placement import default_memory
 from eformer._engine.loading.read import Reading, read_targets, require_unwritten
@@ -118,6 +118,12 @@ def stream(
         require_unwritten(tree, reading.files)
         wait_for(list(stream.loaded.values()))  # before the exit stack unlocks the slots
         wrong = stream.check.wrong() if stream.check else []
+        if stream.check and stream.check.unchecked:
+            wants, on_damage = (
+                list(stream.check.unchecked.values()),
+                partial(raise_damage, found.store.path_to),
+            )
+            check_pieces(wants, tree, reading.files, threads, on_damage)
     if wrong:
         stream.loaded |= _repeated(wrong, found, tree, threads)
     return stream.loaded

@@ -6,6 +6,7 @@ their way out of the device, and later confirm them.
 
 from __future__ import annotations
 
+import logging
 import threading
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
     from eformer._engine.record.boxes import Box
     from eformer._engine.record.planned import PlannedExtent, PlannedFile
+
+logger = logging.getLogger("eformer")
 
 _TOGETHER_BYTES = (
     64 * 2**20
@@ -59,7 +62,10 @@ class SourceDigests:
         with self.lock:
             if not group.is_begun:
                 group.is_begun = True
-                self.expected |= group.digest(self.digesters, self.block)
+                try:
+                    self.expected |= group.digest(self.digesters, self.block)
+                except Exception as error:  # noqa: BLE001  a device without memory, say: the host digests anyway
+                    logger.debug("digests could not be computed on the device: %s", error)
             return self.expected.pop(id(extent), None)
 
 

@@ -151,12 +151,12 @@ class Digester:
 
     def digest(self, joined: Sequence[Joined], spans: Sequence[PieceSpan]) -> Digests:
         """Begin to digest pieces of the joined arrays, which must have arrived on the device."""
-        buffer = self.empty.result()() if self.buffer is None else self.buffer
+        # An error may leave the buffer donated, so it is put back at the end.
+        buffer, self.buffer = self.empty.result()() if self.buffer is None else self.buffer, None
         for made, arrays, corner, start in joined:
             at = self.constant(np.array(start, np.int32))
             where = () if corner is None else (self.constant(np.array(corner, np.int32)),)
             buffer = made.result()(buffer, at, *arrays, *where)
-        self.buffer = buffer
         parts = []
         for first in range(0, len(spans), PIECES):
             some = spans[first : first + PIECES]
@@ -166,6 +166,7 @@ class Digester:
             part = self.accumulate.result()(buffer, self.constant(table))
             part.copy_to_host_async()
             parts.append(part)
+        self.buffer = buffer
         return Digests(spans, parts)
 
     def constant(self, value: np.ndarray[Any, Any]) -> Any:
