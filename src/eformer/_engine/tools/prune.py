@@ -354,7 +354,9 @@ def remove_planned(plan: Pruned) -> Pruned:
     there = store.kinds()
     if RUN_FILE in there:
         numbers = {name: step_number(name) for name in plan.planned}
-        remember_metrics(store, [Step(n, store.path_to(name)) for name, n in numbers.items() if n is not None])
+        remember_metrics(
+            store, [Step(n, store.path_to(name)) for name, n in numbers.items() if n is not None]
+        )
     try:
         for name, planned in plan.planned.items():
             with suppress(FileNotFoundError):  # the run has removed it
