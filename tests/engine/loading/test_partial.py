@@ -139,6 +139,16 @@ def test_no_rule_is_advised_that_would_not_help(tmp_path, saved, like, rename):
     assert "would find" not in error.value.advice
 
 
+def test_the_hint_of_a_mismatch_is_a_leaf_that_has_no_counterpart_either(tmp_path):
+    layers = {str(n): {"kernel": 0} for n in range(4)}
+    save({"layers": layers}, tmp_path / "x")
+    with pytest.raises(MismatchError) as error:
+        load(tmp_path / "x", like={"layers": layers | {"0": {"kernal": 0}}})
+    missing, unexpected = error.value.problems
+    assert "'layers.0.kernal' (nearest is 'layers.0.kernel')" in missing
+    assert "'layers.0.kernel' (nearest is 'layers.0.kernal')" in unexpected
+
+
 @pytest.mark.parametrize("names", [("a.b", "b%"), ("a(", "b\\g"), ("a", "b{0}")])
 def test_the_advised_rule_helps_names_with_any_characters(tmp_path, names):
     old, new = names

@@ -54,7 +54,7 @@ def is_no_bucket(answer: str) -> bool:
 
 
 def has_no_credentials(answer: str, where: str) -> bool:
-    """Tell whether the machine was asked for credentials in vain. Where it has none, the request may end by a timeout."""
+    """Tell whether the machine was asked for credentials in vain, which may end by a timeout."""
     return _asked_machine(answer, where) is not None
 
 
