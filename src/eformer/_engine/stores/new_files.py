@@ -19,12 +19,12 @@ from eformer._engine.stores.directory import (
     content_of,
     function_of_libc,
     open_inside,
+    sync_opened,
     version_of,
 )
 from eformer._engine.stores.durable import (
     LARGE_WRITE,
     replaceable_mode,
-    sync_data,
     write_all,
     write_past_cache,
 )
@@ -218,7 +218,7 @@ class NewFile:
         if self._descriptor < 0:
             self._open()
         if self._sync:  # through the descriptor that wrote it, because it reports every error of a write
-            sync_data(self._descriptor)
+            sync_opened(self._descriptor, data_only=True)
         (self._upload.synced if self._sync else self._upload.unsynced).append(self._path)
         self.abandon()
 
@@ -244,7 +244,7 @@ def write_new(directory: Directory, name: str, data: bytes) -> None:
 
 def sync_file(directory: Directory, name: str) -> None:
     with Closing(os.open(name, FILE, dir_fd=directory.descriptor)) as descriptor:
-        sync_data(descriptor)
+        sync_opened(descriptor, data_only=True)
 
 
 _fstatfs = function_of_libc("fstatfs", ctypes.c_int, ctypes.c_void_p)
