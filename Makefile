@@ -12,7 +12,7 @@ FRAMEWORKS := .venv-frameworks
 SERVERS := .venv-cloud
 
 # Tests wait for disks and other processes as long as they compute.
-WORKERS ?= $(shell $(PYTHON) -c "import os; n = len(os.sched_getaffinity(0)); print(min(16, n + (n + 1) // 2))")
+WORKERS ?= $(shell $(PYTHON) -c "import os; n = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count(); print(min(16, n + (n + 1) // 2))")
 
 # Tests of pages in a browser, of the notebook and of the built packages.
 SITE := tests/browser tests/package tests/test_notebooks.py

@@ -48,7 +48,17 @@ _FULL_SYNC = 51  # F_FULLFSYNC of macOS
 
 _HIDDEN = ("/proc/", "/sys/fs/cgroup")
 # The modules between a call of eformer and the call of the system that it makes.
-_BETWEEN = {"os", "io", "pathlib", "pathlib._local", "pathlib._abc", "pathlib._os", "genericpath", "posixpath", __name__}
+_BETWEEN = {
+    "os",
+    "io",
+    "pathlib",
+    "pathlib._local",
+    "pathlib._abc",
+    "pathlib._os",
+    "genericpath",
+    "posixpath",
+    __name__,
+}
 
 
 def _remove(names: dict[ModuleType, str]) -> None:
@@ -60,7 +70,7 @@ def _remove(names: dict[ModuleType, str]) -> None:
 def _is_for_eformer() -> bool:
     frame = sys._getframe(2)
     while frame and frame.f_globals.get("__name__") in _BETWEEN:
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return frame is not None and str(frame.f_globals.get("__name__")).startswith("eformer.")
 
 
@@ -79,9 +89,9 @@ def _hide_files() -> None:
         return stat(path, *args, **kwargs)
 
     def audit(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in ("open", "os.chmod", "os.listdir", "os.scandir") and _is_hidden(arguments[0]):
-            if _is_for_eformer():
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), arguments[0])
+        is_of_a_file = event in ("open", "os.chmod", "os.listdir", "os.scandir")
+        if is_of_a_file and _is_hidden(arguments[0]) and _is_for_eformer():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), arguments[0])
 
     os.stat = masked_stat
     sys.addaudithook(audit)
@@ -110,7 +120,7 @@ def _add_full_sync() -> None:
             return os.fsync(descriptor) or 0
         return real(descriptor, command, argument)
 
-    fcntl.fcntl, fcntl.F_FULLFSYNC = masked, _FULL_SYNC  # type: ignore[attr-defined]
+    fcntl.fcntl, fcntl.F_FULLFSYNC = masked, _FULL_SYNC
 
 
 # ------------------------------------------------------------------------------ the modules of eformer
@@ -121,10 +131,13 @@ class _Changed(ModuleType):
 
     def __init__(self, module: ModuleType, **others: Any) -> None:
         super().__init__(module.__name__)
-        self.__dict__.update(others, _module=module)
+        vars(self).update(others, _module=module)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_module"], name)
+        return getattr(vars(self)["_module"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_module"], name, value)
 
 
 def _no_library(name: str | None, *args: Any, **kwargs: Any) -> Any:
