@@ -27,6 +27,9 @@ NOT_KEPT = {
         "engine/stores/test_local.py::test_a_write_that_ends_early_goes_on",
         "engine/stores/test_local_files.py::test_the_page_cache_stays_as_it_is",
     ),
+    "the memory of the process is known by its peak alone": (
+        "engine/tools/test_convert.py::test_a_conversion_stays_within_its_memory",
+    ),
     "a directory without the permission to read it cannot be used": (
         "engine/saving/test_held_promises.py::test_an_ordinary_user_may_save_wherever_files_may_be_created"
         "[file where nothing can be listed]",

@@ -12,8 +12,10 @@ import pytest
 
 from eformer._engine.stores import directory
 from eformer._engine.stores.directory import Directory, read_into, set_mode, sync_opened
-from eformer.checkpoint import save
+from eformer._engine.stores.local import LocalStore
+from eformer.checkpoint import SaveOptions, load, save, verify
 
+DATABASE = SaveOptions(ocdbt=True)
 MASKED = Path(__file__).parents[2] / "support" / "masked"
 
 PROGRAM = """
@@ -192,3 +194,38 @@ def test_a_mode_is_set_where_nothing_can_be_read_and_never_through_a_link(tmp_pa
         with pytest.raises(OSError, match="not supported"):
             set_mode(place, "link", 0o777)
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+
+
+@pytest.fixture
+def caseless(monkeypatch):
+    """Let a look at a name find a name that differs in case, as APFS does."""
+    kind = LocalStore.kind
+
+    def find(store, name):
+        there = {entry.casefold(): entry for entry in (os.listdir(store.path) if store.path.is_dir() else ())}
+        return kind(store, there.get(name.casefold(), name))
+
+    monkeypatch.setattr(LocalStore, "kind", find)
+
+
+@pytest.mark.parametrize("how", [{}, {"format": "zarr"}, {"format": "zarr", "options": DATABASE}], ids=str)
+def test_where_case_does_not_count_prefixes_that_differ_in_case_get_other_files(tmp_path, caseless, how):
+    for value, prefix in enumerate(("ema", "EMA")):
+        save({"w": np.full(3, value)}, tmp_path / "run", prefix=prefix, **how)
+    assert [load(tmp_path / "run", prefix=prefix)["w"][0] for prefix in ("ema", "EMA")] == [0, 1]
+    assert verify(tmp_path / "run").ok
+    names = [name.casefold() for name in os.listdir(tmp_path / "run")]
+    assert len(set(names)) == len(names) == 3
+
+
+def test_where_case_does_not_count_leaves_that_differ_in_case_are_refused_as_arrays(tmp_path, monkeypatch):
+    create, make = Directory.create, Directory.make
+    monkeypatch.setattr(Directory, "create", lambda place, name, *flags: create(place, name.lower(), *flags))
+    monkeypatch.setattr(Directory, "make", lambda place, name, **how: make(place, name.lower(), **how))
+    enter = Directory.enter
+    monkeypatch.setattr(Directory, "enter", lambda place, path, *depth: enter(place, path.lower(), *depth))
+    with pytest.raises(
+        FileExistsError, match=r"'a/\.zarray' is written twice: .* may differ only in case; rename"
+    ):
+        save({"A": np.ones(3), "a": np.ones(3)}, tmp_path / "run", format="zarr")
+    assert os.listdir(tmp_path) == []

@@ -90,7 +90,13 @@ class NewFiles(Scratch):
         with closing(_Folders(self.data, self._made)) as folders:
             for path, data in files:
                 outer, _, name = path.rpartition("/")
-                write_new(folders.at(outer), name, data)
+                try:
+                    write_new(folders.at(outer), name, data)
+                except FileExistsError:
+                    raise FileExistsError(
+                        f"{path!r} is written twice: this file system takes two names for one, which may differ only "
+                        "in case; rename a leaf, or save with format='safetensors'"
+                    ) from None
         self.unsynced += [path for path, _ in files]
 
     def link(self, name: str, source: Store, entry: Entry) -> bool:
