@@ -43,7 +43,8 @@ docs: $(VENV)/.docs
 
 # Every fault that is known, for so many minutes, with a table at the end; `make test` has a fast part of it. With PEERS=1
 # also against other libraries. `--resume` and others: python faults/run.py --help. EFORMER_FAULTS_STRIDE=1 and such are
-# for those of the cases that are files of tests.
+# for those of the cases that are files of tests. The kinds masked-linux and masked-macos run the contracts without calls
+# that only Linux has.
 MINUTES ?= 20
 PEERS ?=
 faults: $(VENV)/.dev
