@@ -12,7 +12,7 @@ FRAMEWORKS := .venv-frameworks
 SERVERS := .venv-cloud
 
 # Tests wait for disks and other processes as long as they compute.
-WORKERS ?= $(shell $(PYTHON) -c "import os; n = len(os.sched_getaffinity(0)); print(min(16, n + (n + 1) // 2))")
+WORKERS ?= $(shell $(PYTHON) -c "import os; n = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count(); print(min(16, n + (n + 1) // 2))")
 
 # Tests of pages in a browser, of the notebook and of the built packages.
 SITE := tests/browser tests/package tests/test_notebooks.py
@@ -43,7 +43,8 @@ docs: $(VENV)/.docs
 
 # Every fault that is known, for so many minutes, with a table at the end; `make test` has a fast part of it. With PEERS=1
 # also against other libraries. `--resume` and others: python faults/run.py --help. EFORMER_FAULTS_STRIDE=1 and such are
-# for those of the cases that are files of tests.
+# for those of the cases that are files of tests. The kinds masked-linux and masked-macos run the contracts without calls
+# that only Linux has.
 MINUTES ?= 20
 PEERS ?=
 faults: $(VENV)/.dev

@@ -43,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=HERE / "results", metavar="DIRECTORY")
     parser.add_argument("--name", help="of the results; 'ours' or 'peers' if not given")
     parser.add_argument("--resume", action="store_true", help="go on from DIRECTORY/NAME.jsonl")
-    parser.add_argument("--workers", type=int, default=max(2, len(os.sched_getaffinity(0))))
+    parser.add_argument("--workers", type=int, default=max(2, os.cpu_count() or 1))
     parser.add_argument(
         "--dir", type=Path, default=HERE / ".scratch", help="on a disk; mounts are made below"
     )

@@ -170,3 +170,18 @@ def test_files_of_which_the_suite_runs_a_sample_are_run_whole(program):
     }
     assert len(marked - {Path(__file__)}) > 20
     assert marked - {Path(__file__)} <= whole
+
+
+def test_tests_that_masked_runs_leave_out_exist(program):
+    for tests in program("kinds.masked").NOT_KEPT.values():
+        for test in tests:
+            file, _, name = test.partition("::")
+            assert f"def {name.partition('[')[0]}(" in (ROOT / "tests" / file).read_text("utf-8"), test
+
+
+def test_a_masked_run_of_tests_that_nothing_masks_fails(program, tmp_path, monkeypatch):
+    masked, kind = program("kinds.masked"), program("kinds.kind")
+    suite = masked.Masked("macos", "")
+    suite.environment = {**suite.environment, "EFORMER_MASK": ""}
+    outcome = suite.run("engine.stores.directory", 0, kind.Bench(tmp_path, tmp_path))
+    assert outcome.word == "failed"

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kinds import damage, leaks, power, python_calls, random_kills, readers, stopped, suites, system_calls
+from kinds import (
+    damage,
+    leaks,
+    masked,
+    power,
+    python_calls,
+    random_kills,
+    readers,
+    stopped,
+    suites,
+    system_calls,
+)
 
 if TYPE_CHECKING:
     from kinds.kind import Kind
@@ -25,5 +36,6 @@ KINDS: dict[str, Kind] = {
         stopped.Stopped(),
         leaks.Leaks(),
         *suites.SUITES,
+        *masked.MASKED,
     )
 }

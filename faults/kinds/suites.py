@@ -7,10 +7,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 from cases import OVER, PASSED, Outcome
 
 from kinds.kind import Bench, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,6 +23,8 @@ class Suite(Kind):
     """Each file is one case. How often its faults are tried is set by the variables that `make test` uses, too."""
 
     limit, expects = 1800.0, 30.0
+    environment: ClassVar[dict[str, str]] = {"EFORMER_SAMPLE": "1"}
+    arguments: Sequence[str] = ()
 
     def __init__(self, name: str, title: str, *patterns: str) -> None:
         self.name, self.title, self.patterns = name, title, patterns
@@ -42,9 +48,9 @@ class Suite(Kind):
         (file,) = (path for path in self.files() if _title(path) == layout)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         done = subprocess.run(
-            [*command, f"--basetemp={bench.disk / 'pytest'}", str(file)],
+            [*command, *self.arguments, f"--basetemp={bench.disk / 'pytest'}", str(file)],
             cwd=ROOT,
-            env=os.environ | {"PYTHONUTF8": "1", "EFORMER_SAMPLE": "1"},
+            env=os.environ | {"PYTHONUTF8": "1"} | self.environment,
             capture_output=True,
             text=True,
         )

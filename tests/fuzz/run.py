@@ -213,7 +213,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeat", type=Path, metavar="FILE")
     parser.add_argument("--add-to", type=Path, metavar="FILE")
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
     return parser.parse_args()
 
 

@@ -231,7 +231,7 @@ def test_a_directory_that_everybody_may_write_to_is_not_used(url, cache, tree, c
     assert not files(cache)
 
 
-@pytest.mark.parametrize("call", ["pwritev", "replace", "open"])
+@pytest.mark.parametrize("call", ["pwrite", "replace", "open"])
 @pytest.mark.parametrize("problem", [(28, "No space left on device"), (30, "Read-only file system")], ids=str)
 def test_a_full_or_read_only_disk_is_only_a_warning(url, cache, tree, caplog, monkeypatch, call, problem):
     save(tree, url)

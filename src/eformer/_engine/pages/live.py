@@ -147,8 +147,8 @@ class LiveRun:
         """Return the steps that `prune` would remove by the rules, and the reasons why other steps stay."""
         facts = {step.name: step.facts for step in seen if step.is_read and step.problem is None}
         rules = self._news.rules_or_own(self.rules)
-        if not rules or not facts:
-            return {}
+        if not rules or not facts:  # the rules of the run may have changed
+            return {"removed": (), "reasons": {}}
         removed = (removable(self.store, series, rules, now=time.time()) for series in by_series(facts))
         return {
             "removed": frozenset(chain.from_iterable(removed)),

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import xxhash
 
-from eformer._engine.stores.directory import Closing, read_into
+from eformer._engine.stores.directory import Closing, read_into, sync_opened
 from eformer._engine.stores.durable import write_all
 from eformer._engine.stores.urls import local_path
 from eformer._engine.stores.virtual_files import UnchangingFiles
@@ -214,7 +214,8 @@ class Cache:
                 block = data[at : at + BLOCK]
                 tail = _TAIL.pack(nbytes, _digest(block, nbytes))
                 with self._new(key, first + at // BLOCK) as descriptor:
-                    if os.pwritev(descriptor, [block, tail], 0) < len(block) + len(tail):
+                    written = os.pwrite(descriptor, block, 0) + os.pwrite(descriptor, tail, len(block))
+                    if written < len(block) + len(tail):
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 self._count(len(block))
 
@@ -228,7 +229,7 @@ class Cache:
                 if self.read(key, block, part, start) != nbytes:
                     raise FileNotFoundError(self._path(key, block))
                 write_all(descriptor, part, start)
-            os.fsync(descriptor)
+            sync_opened(descriptor)
             self._count(nbytes)
 
     def mend(self, key: str, data: memoryview, offset: int) -> None:

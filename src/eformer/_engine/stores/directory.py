@@ -34,14 +34,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("eformer")
 
 # Errors of syncing a directory, on file systems without this, such as some network file systems.
-_NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM}
+_NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EACCES, errno.EPERM}
 # Errors of locking on a file system without locks.
-_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 # Errors of a rename onto an existing name, and of a hard link on a file system without hard links.
 _IN_THE_WAY = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR}
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 # Errors of a path with a link, without following it: openat2 raises the first, O_DIRECTORY with O_NOFOLLOW the second.
 _PERHAPS_A_LINK = {errno.ELOOP, errno.ENOTDIR}
+# Errors of opening a socket: the second is that of macOS.
+_A_SOCKET = {errno.ENXIO, errno.EOPNOTSUPP}
 # Errors of paths that do not exist.
 _NO_SUCH_PATH = {*_PERHAPS_A_LINK, errno.ENAMETOOLONG}
 
@@ -55,6 +57,8 @@ FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _MOST_DEPTH = 400  # of directories; eformer never nests directories as deeply
+
+MOST_AT_ONCE = 2**30  # bytes of a read or a write; macOS refuses 2 GiB and more
 
 
 class Directory:
@@ -205,7 +209,7 @@ class Directory:
         if not self._can_be_read:
             return
         try:
-            os.fsync(self.descriptor)
+            sync_opened(self.descriptor)
         except OSError as error:
             if error.errno not in _NO_DIRECTORY_SYNC:
                 raise
@@ -230,6 +234,24 @@ class Directory:
                 unlock(descriptor)
 
 
+# macOS: fsync leaves the bytes in the cache of the drive, and this command empties it.
+_FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)
+# Errors of file systems without this command, such as network file systems.
+_NO_FULL_SYNC = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY}
+
+
+def sync_opened(descriptor: int, *, data_only: bool = False) -> None:
+    """Put an open file or directory on stable storage; with `data_only`, the bytes and the length of a file."""
+    if _FULL_SYNC is not None:
+        try:
+            fcntl.fcntl(descriptor, _FULL_SYNC)
+            return
+        except OSError as error:
+            if error.errno not in _NO_FULL_SYNC:
+                raise
+    (os.fdatasync if data_only and hasattr(os, "fdatasync") else os.fsync)(descriptor)
+
+
 def own_path(directory: Directory) -> Path:
     """Return a path that leads to this very directory, even if another directory gets its name. Where the system has no
     such path, return the path by which it was opened. Use it only while the directory is open."""
@@ -244,9 +266,12 @@ def set_mode(directory: Directory, name: str, mode: int) -> None:
         with Closing(os.open(name, FILE, dir_fd=folder)) as descriptor:
             os.chmod(descriptor, mode)
     except PermissionError:  # the umask makes it unreadable
-        flags = getattr(os, "O_PATH", os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
-        with Closing(os.open(name, flags, dir_fd=folder)) as descriptor:
-            os.chmod(f"/proc/self/fd/{descriptor}", mode)  # not permitted for a link
+        try:
+            os.chmod(name, mode, dir_fd=folder, follow_symlinks=False)
+        except ValueError:  # a C library before glibc 2.32, or a link
+            flags = getattr(os, "O_PATH", os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
+            with Closing(os.open(name, flags, dir_fd=folder)) as descriptor:
+                os.chmod(f"/proc/self/fd/{descriptor}", mode)  # not permitted for a link
 
 
 # ----------------------------------------------------------------------------------- remove everything
@@ -307,7 +332,7 @@ def open_inside(directory: Path, name: str) -> int:
         try:
             return _regular(os.open(path, FILE), path)
         except OSError as error:
-            if error.errno not in (errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG):  # a link, a socket
+            if error.errno not in {*_A_SOCKET, errno.ELOOP, errno.ENAMETOOLONG}:  # ELOOP: a link
                 raise
     with Closing(os.open(directory, ON_THE_WAY)) as base:
         return open_beneath(base, directory, name)
@@ -430,7 +455,7 @@ def _regular(descriptor: int, path: Path | str) -> int:
 
 def _refusal(path: str, error: OSError) -> Exception:
     """Return the error to raise, with the whole path: errors below a descriptor have only the name."""
-    if error.errno == errno.ENXIO:
+    if error.errno in _A_SOCKET:
         return FormatError(f"{path} is not a regular file")
     if error.errno == errno.EXDEV:
         return FormatError(f"{path} is a {error.strerror}")
@@ -526,18 +551,25 @@ def _mount_of(descriptor: int) -> object:
 def read_into(descriptor: int, memory: memoryview, offset: int) -> int:
     """Fill `memory` from `offset` on. Return the number of bytes read, which is smaller only at the end of the file."""
     done = 0
-    while done < len(memory):
-        count = os.preadv(descriptor, [memory[done:]], offset + done)
-        if count == 0:
-            break
+    while done < len(memory) and (count := read_once(descriptor, memory[done:], offset + done)):
         done += count
     return done
+
+
+def read_once(descriptor: int, memory: memoryview, offset: int) -> int:
+    """Read into `memory` by one call, which may read less. Return the number of bytes."""
+    memory = memory[:MOST_AT_ONCE]
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [memory], offset)
+    data = os.pread(descriptor, len(memory), offset)  # macOS before version 11
+    memory[: len(data)] = data
+    return len(data)
 
 
 def read_range(descriptor: int, offset: int, nbytes: int) -> bytes:
     """Read up to `nbytes` from `offset` on; fewer only at the end of the file."""
     chunks = []
-    while nbytes > 0 and (chunk := os.pread(descriptor, nbytes, offset)):
+    while nbytes > 0 and (chunk := os.pread(descriptor, min(nbytes, MOST_AT_ONCE), offset)):
         chunks.append(chunk)
         nbytes, offset = nbytes - len(chunk), offset + len(chunk)
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)

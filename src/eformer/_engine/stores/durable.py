@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from eformer._engine.stores.directory import (
+    MOST_AT_ONCE,
     Closing,
     Directory,
     function_of_libc,
     lock,
+    sync_opened,
     unlock,
 )
 
@@ -80,7 +82,7 @@ def replacing_in(directory: Directory, name: str) -> Iterator[IO[bytes]]:
                     os.fchmod(descriptor, mode)
                 with open(descriptor, "wb", closefd=False) as file:
                     yield file
-                os.fsync(descriptor)
+                sync_opened(descriptor)
                 directory.rename(scratch, directory, name)
                 is_done = True
             finally:
@@ -135,7 +137,7 @@ def write_all(descriptor: int, data: Any, offset: int) -> None:
     view = memoryview(data)
     start, nbytes = offset, len(view)
     while view:
-        written = os.pwrite(descriptor, view, offset)
+        written = os.pwrite(descriptor, view[:MOST_AT_ONCE], offset)
         view, offset = view[written:], offset + written
     if nbytes >= LARGE_WRITE and _sync_file_range:
         # The sync at the end then finds little to do. This is a hint; that sync reports the errors.
@@ -158,8 +160,3 @@ def write_past_cache(descriptor: int, data: Any, offset: int) -> bool:
         return False
     write_all(descriptor, memoryview(data)[written:], offset + written)
     return True
-
-
-def sync_data(descriptor: int) -> None:
-    """Put the bytes and the length of a file on stable storage."""
-    (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(descriptor)

@@ -43,7 +43,7 @@ class LocalStore:
     ../../blobs, where that cache keeps its files. Other links are refused, and their targets are not opened.
     """
 
-    most_path_bytes = 4095
+    most_path_bytes = os.pathconf("/", "PC_PATH_MAX") - 1  # 4095 on Linux, 1023 on macOS
     read_threads = default_threads()
     # For one system call: enough for the disk, and small enough for the processor's cache.
     read_bytes = 4 * 2**20

@@ -21,6 +21,7 @@ from eformer._engine.stores.directory import (
     open_beneath,
     open_inside,
     read_into,
+    read_once,
     version_of,
 )
 from eformer._engine.tasks.forks import Lock
@@ -191,12 +192,12 @@ class Medium:
 
     def _read_into(self, memory: memoryview, offset: int) -> int:
         try:
-            return os.preadv(self._descriptor, [memory], offset)
+            return read_once(self._descriptor, memory, offset)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             self._set_direct(0)  # the file system accepts the flag, and refuses the read
-            return os.preadv(self._descriptor, [memory], offset)
+            return read_once(self._descriptor, memory, offset)
 
     def _set_direct(self, flag: int) -> None:
         try:

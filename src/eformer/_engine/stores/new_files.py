@@ -22,12 +22,12 @@ from eformer._engine.stores.directory import (
     content_of,
     function_of_libc,
     open_inside,
+    sync_opened,
     version_of,
 )
 from eformer._engine.stores.durable import (
     LARGE_WRITE,
     replaceable_mode,
-    sync_data,
     write_all,
     write_past_cache,
 )
@@ -93,7 +93,13 @@ class NewFiles(Scratch):
         with closing(_Folders(self.data, self._made)) as folders:
             for path, data in files:
                 outer, _, name = path.rpartition("/")
-                write_new(folders.at(outer), name, data)
+                try:
+                    write_new(folders.at(outer), name, data)
+                except FileExistsError:
+                    raise FileExistsError(
+                        f"{path!r} is written twice: this file system takes two names for one, which may differ only "
+                        "in case; rename a leaf, or save with format='safetensors'"
+                    ) from None
         self.unsynced += [path for path, _ in files]
 
     def link(self, name: str, source: Store, entry: Entry) -> bool:
@@ -221,7 +227,7 @@ class NewFile:
         if self._descriptor < 0:
             self._open()
         if self._sync:  # through the descriptor that wrote it, because it reports every error of a write
-            sync_data(self._descriptor)
+            sync_opened(self._descriptor, data_only=True)
         (self._upload.synced if self._sync else self._upload.unsynced).append(self._path)
         self.abandon()
 
@@ -247,7 +253,7 @@ def write_new(directory: Directory, name: str, data: bytes) -> None:
 
 def sync_file(directory: Directory, name: str) -> None:
     with Closing(os.open(name, FILE, dir_fd=directory.descriptor)) as descriptor:
-        sync_data(descriptor)
+        sync_opened(descriptor, data_only=True)
 
 
 _fstatfs = function_of_libc("fstatfs", ctypes.c_int, ctypes.c_void_p)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,13 +15,14 @@ _INACTIVE = ("inactive_file", "total_inactive_file")  # in version 2 of control 
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process, in bytes."""
+    """Return the resident memory of this process, in bytes; where the system does not tell it, its peak so far."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):  # not Linux
         import resource
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 

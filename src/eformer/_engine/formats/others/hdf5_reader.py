@@ -13,6 +13,7 @@ import re
 import resource
 import struct
 import sys
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from typing import IO, TYPE_CHECKING, Any
@@ -42,7 +43,8 @@ def main(file_nbytes: int, seconds: int, memory: int) -> None:
     """Read the file that the parent has open, and send it the result."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    with suppress(ValueError):  # macOS does not limit the memory of a process; a lower limit stays
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     inside, outside = sys.stdin.buffer, sys.stdout.buffer
     try:
         result = _read(BinaryFile(partial(_asked, inside, outside), file_nbytes))

@@ -169,7 +169,8 @@ class _Index(ManifestIndex):
         kept = [file.name for file in tree.files if f".{tree.save_id}{SUFFIX}" not in file.name]
         names = plain_names(base_name(self.prefix), len(new))
         is_first = not kept and self.prefix not in self.manifest.trees
-        if not (is_first and store.kinds().keys().isdisjoint(names)):
+        # Asked by name: where case does not count, the plain name of prefix "EMA" is that of "ema".
+        if not is_first or any(map(store.kind, names)):
             names = unique_names(names, tree.save_id)
         if any(name.endswith(PRIVATE) for name in kept):
             # Other readers cannot read the kept files, and must not take the new files for the whole tree.

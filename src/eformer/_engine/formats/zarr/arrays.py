@@ -220,12 +220,13 @@ class _ArraysIndex(ManifestIndex):
             return "", {}
         there = store.kinds().keys()
         is_first = fmt.prefix not in index.listed()
-        if is_first and not fmt.prefix and not fmt.options.ocdbt and there.isdisjoint(contents):
+        # Asked by name, because case may not count.
+        if is_first and not fmt.prefix and not fmt.options.ocdbt and not any(map(store.kind, contents)):
             return "", {name: name for name in contents}
         if not fmt.has_index and (not fmt.prefix or fmt.base in there):
             raise _not_told_apart(store, there & {fmt.base, *contents})
         plain = f"{fmt.base}.ocdbt" if fmt.options.ocdbt else fmt.base
-        root = plain if is_first and plain not in there and plain != "tree" else fmt.root
+        root = plain if is_first and not store.kind(plain) and plain != "tree" else fmt.root
         return root, {"": root}
 
     def _require_listed(self, contents: Sequence[str], store: Store) -> None:
