@@ -271,10 +271,10 @@ def _other_leaves(
     """Yield the problems of leaves that are only in the checkpoint or only in `like`."""
     there = request.like_name
     if not request.partial:
-        for name, hint in with_nearest(missing, names):
+        for name, hint in with_nearest(missing, names, first=unexpected):
             where = "the checkpoint does not" if request.keys is None else "the selection by keys= does not"
             yield f"missing leaf {name!r}{hint}: `{there}` has it, {where}"
-        for name, hint in with_nearest(unexpected, like):
+        for name, hint in with_nearest(unexpected, like, first=missing):
             yield f"unexpected leaf {name!r}{hint}: the checkpoint has it, `{there}` does not"
     elif like and len(missing) == len(like):
         yield f"no leaf has the same name in both: the checkpoint has {_first(names)}, `{there}` has {_first(like)}"

@@ -176,15 +176,21 @@ def is_inside(path: str) -> bool:
     return "\0" not in path and not any(part in ("", ".", "..") for part in path.split("/"))
 
 
-def with_nearest(names: Iterable[str], existing: Iterable[str]) -> Iterator[tuple[str, str]]:
+def with_nearest(
+    names: Iterable[str], existing: Iterable[str], *, first: Iterable[str] = ()
+) -> Iterator[tuple[str, str]]:
     """Yield each of `names` with a hint for an error message: the most similar existing name, or nothing.
 
     Only the first few names get a hint, because each search takes milliseconds.
+
+    first   names that are preferred if one of them is similar
     """
-    candidates = list(itertools.islice(existing, _MOST_CANDIDATES))
+    preferred, others = (list(itertools.islice(some, _MOST_CANDIDATES)) for some in (first, existing))
     for index, name in enumerate(names):
-        found = difflib.get_close_matches(name, candidates, n=1) if index < _MOST_HINTS else []
-        yield name, f" (nearest is {found[0]!r})" if found else ""
+        found = None
+        if index < _MOST_HINTS:
+            found = nearest(name, preferred) or nearest(name, others)
+        yield name, f" (nearest is {found!r})" if found else ""
 
 
 def nearest(name: str, existing: Iterable[str]) -> str | None:

@@ -10,6 +10,7 @@ _OTHER_REGION = re.compile(
     r"<Code>(PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraintException)</Code>"
     r"|incorrectly configured region"
 )
+_NO_ANSWER = re.compile(r"Error performing \w+ (https?://[^/\s?]+)\S* in .* - HTTP error: error sending request")
 _STATUS = re.compile(r"status code: (\d+) ([\w ]*)")
 _CODE, _MESSAGE = (re.compile(rf"<{name}>(.*?)</{name}>", re.DOTALL) for name in ("Code", "Message"))
 
@@ -63,6 +64,11 @@ def known_error(answer: str, bucket: str, where: str, to: str) -> OSError | None
     for cloud, pattern in _MACHINES.items():
         if pattern.search(answer):
             return no_credentials(bucket, cloud, ", the role of this machine")
+    if unreachable := _NO_ANSWER.search(answer):
+        return OSError(
+            f"{where}: the server {unreachable[1]} cannot be reached; check the network and the address "
+            "(AWS_ENDPOINT_URL or the store option endpoint, if the server is your own)"
+        )
     status = _STATUS.search(answer)
     if status and status[1] in ("401", "403"):
         return PermissionError(
