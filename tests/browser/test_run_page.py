@@ -234,6 +234,6 @@ def test_a_step_that_became_nan_and_a_metric_that_is_not_finite_are_marked(tmp_p
     assert "not finite at step 3" in page.text()
     newest = page.js("return document.querySelector('table.steps tbody tr').textContent")
     assert "1 leaf became NaN or Inf" in newest
-    assert "step-3: 1 leaf became NaN or Inf" in page.js(
-        "return document.querySelector('.notes').textContent"
+    assert "step-3: 1 leaf became NaN or Inf: w" in page.js(
+        "return document.querySelector('.notes.bad').textContent"
     )
