@@ -42,7 +42,8 @@ exclude_patterns = [
     "*/.scratch*",
 ]
 
-myst_enable_extensions = ["attrs_inline"]  # classes of pictures (add_dark_pictures)
+# classes of pictures (add_dark_pictures)
+myst_enable_extensions = ["attrs_inline"]
 myst_heading_anchors = 4  # links to headings are checked, too
 
 default_role = "code"  # of single backticks in docstrings

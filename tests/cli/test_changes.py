@@ -302,7 +302,10 @@ def test_prune_asks_first(steps):
 
 def test_prune_names_yes_where_nobody_answers(steps):
     done = subprocess.run(
-        [EFORMER, "prune", str(steps), "--keep", "1"], stdin=subprocess.DEVNULL, capture_output=True, text=True
+        [EFORMER, "prune", str(steps), "--keep", "1"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
     )
     assert done.stderr.endswith(
         "error: standard input has no answer: add --yes to delete without a question\n"

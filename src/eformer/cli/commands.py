@@ -463,7 +463,9 @@ def _confirm(question: str) -> None:
         if sys.stdin is not None and sys.stdin.isatty():  # Ctrl-C or Ctrl-D
             raise
         click.echo(err=True)  # the question has no line end
-        raise click.UsageError("standard input has no answer: add --yes to delete without a question") from None
+        raise click.UsageError(
+            "standard input has no answer: add --yes to delete without a question"
+        ) from None
     if not agreed:
         raise click.Abort
 

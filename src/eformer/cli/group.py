@@ -59,7 +59,8 @@ def _written_as_errors() -> Iterator[None]:
 def _show_usage(error: click.UsageError, file: Any = None) -> None:  # noqa: ARG001  the signature of click
     if error.ctx is not None:
         say(f"{error.ctx.get_usage()}\nTry '{error.ctx.command_path} --help' for help.\n", err=True)
-    problem = " ".join(error.format_message().removesuffix(".").split())  # a list of choices has a line for each
+    # Choices of an argument have a line each.
+    problem = " ".join(error.format_message().removesuffix(".").split())
     print_error(problem[:1].lower() + problem[1:] + _hint(error))
 
 
@@ -157,7 +158,8 @@ class Commands(click.Group):
             return super().main(*args, **options)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if not args and not ctx.resilient_parsing:  # versions of click disagree about what a group without a command prints
+        # Versions of click disagree about the output of a group without a command.
+        if not args and not ctx.resilient_parsing:
             click.echo(ctx.get_help())
             ctx.exit()
         ctx.obj = "--json" in args

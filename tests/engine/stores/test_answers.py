@@ -71,7 +71,9 @@ def test_a_server_that_cannot_be_reached_is_named_without_the_words_of_the_clien
     options = {"endpoint": "http://127.0.0.1:1", "retries": 0, **credentials()}
     with (
         checkpoint.store_options("s3://words", **options),
-        pytest.raises(OSError, match=r"s3://words/x.*: the server http://127.0.0.1:1 cannot be reached") as raised,
+        pytest.raises(
+            OSError, match=r"s3://words/x.*: the server http://127.0.0.1:1 cannot be reached"
+        ) as raised,
     ):
         checkpoint.load("s3://words/x")
     assert "Generic" not in str(raised.value)

@@ -221,7 +221,9 @@ def run_facts(
 def alarms(shown: Sequence[Json]) -> list[str]:
     """Return notes on the steps in which leaves became NaN or infinite; or on the last step, if it has such arrays."""
     compared = [step for step in shown if step["change"] and "became" in step["change"]]
-    became = [f"{step['name']}: {_became_text(step['change'])}" for step in compared if step["change"]["became"]]
+    became = [
+        f"{step['name']}: {_became_text(step['change'])}" for step in compared if step["change"]["became"]
+    ]
     special = [
         f"{step['name']}: NaN or Inf in {count(step['change']['special'], 'array')}"
         for step in compared[-1:]

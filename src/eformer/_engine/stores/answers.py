@@ -10,7 +10,9 @@ _OTHER_REGION = re.compile(
     r"<Code>(PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraintException)</Code>"
     r"|incorrectly configured region"
 )
-_NO_ANSWER = re.compile(r"Error performing \w+ (https?://[^/\s?]+)\S* in .* - HTTP error: error sending request")
+_NO_ANSWER = re.compile(
+    r"Error performing \w+ (https?://[^/\s?]+)\S* in .* - HTTP error: error sending request"
+)
 _STATUS = re.compile(r"status code: (\d+) ([\w ]*)")
 _CODE, _MESSAGE = (re.compile(rf"<{name}>(.*?)</{name}>", re.DOTALL) for name in ("Code", "Message"))
 
