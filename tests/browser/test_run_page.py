@@ -237,3 +237,17 @@ def test_a_step_that_became_nan_and_a_metric_that_is_not_finite_are_marked(tmp_p
     assert "step-3: 1 leaf became NaN or Inf: w" in page.js(
         "return document.querySelector('.notes.bad').textContent"
     )
+
+
+def test_the_ends_of_an_axis_never_read_the_same(tmp_path, browser):
+    with checkpoint.Run(tmp_path / "run", every=1) as run:
+        for step, value in enumerate([1.0, 2.0, 3.9996, 7.999], 1):
+            run.after(step, {"w": np.full(2, value)}, metrics={"loss": 100_000.0 + step})
+    checkpoint.report(tmp_path / "run").save(tmp_path / "run.html")
+    page = Page(browser).open((tmp_path / "run.html").as_uri())
+    ends = page.js(
+        "return [...document.querySelectorAll('.range')].map((one) => [...one.children].map((end) => end.textContent))"
+    )
+    assert len(ends) == 2
+    for one in ends:
+        assert len(set(one)) == 2, ends

@@ -179,7 +179,7 @@
     const low = values.length ? Math.min(...values) : 0, high = values.length ? Math.max(...values) : 0;
     const last = one.odd.length && one.odd.at(-1).number >= (one.points.at(-1)?.[0].number ?? -Infinity) ? one.isChange ? alarm(one.odd.at(-1).change) : "not finite" : null;
     const marked = one.odd.length ? `; ${one.isChange ? "NaN or Inf" : "not finite"} at ${one.odd.length > 6 ? many(one.odd.length, "step") : `step ${one.odd.map((step) => step.number).join(", ")}`}` : "";
-    const short = one.isChange ? percent : (value) => number(value, 4), long = (value) => one.isChange ? `${(100 * value).toPrecision(6)} %` : number(value, 9);
+    const short = one.isChange ? percent : (value) => number(value, 4), long = (value) => one.isChange ? `${Number((100 * value).toPrecision(6))} %` : number(value, 9);
     const format = high !== low && short(high) === short(low) ? long : short;  // two ends of an axis never read the same
     const at = (value, height) => high === low ? height / 2 : height - 8 - (height - 16) * (value - low) / (high - low);
     const draw = (width, height) => {
