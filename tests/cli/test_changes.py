@@ -300,6 +300,23 @@ def test_prune_asks_first(steps):
     assert len(os.listdir(steps)) == 4
 
 
+def test_prune_names_yes_where_nobody_answers(steps):
+    done = subprocess.run(
+        [EFORMER, "prune", str(steps), "--keep", "1"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr.endswith(
+        "error: standard input has no answer: add --yes to delete without a question\n"
+    )
+    assert (done.returncode, len(os.listdir(steps))) == (2, 4)
+
+
+def test_prune_says_that_it_removes_nothing(steps):
+    assert run("prune", steps, "--keep", 3, "--yes").stdout.splitlines()[-1] == "no checkpoint to remove"
+
+
 def test_demo_keeps_its_files_in_the_given_directory(tmp_path):
     shown = run("demo", tmp_path / "d").stdout
     words = " ".join(shown.split())

@@ -452,3 +452,20 @@ def test_a_conversion_that_leaves_files_out_needs_allow_missing(tmp_path):
     done = run("convert", path, tmp_path / "new", "--to", "safetensors", "--allow-missing")
     assert "not read, may hold leaves: more.bin" in done.stdout
     run("verify", tmp_path / "new")
+
+
+def test_without_a_command_the_help_is_printed_once():
+    done = run()
+    assert done.stdout.count("Usage: ") == 1
+    assert done.stderr == ""
+
+
+def test_an_argument_with_choices_is_asked_for_in_one_line():
+    last = run("completion", code=2).stderr.splitlines()[-1]
+    assert last == "error: missing argument '{bash|zsh|fish}'. Choose from: bash, zsh, fish"
+
+
+def test_an_option_before_its_command_is_told_where_it_belongs():
+    done = run("--store-option", "a=b", "ls", "x", code=2)
+    assert "no such option '--store-option'; write it after the command" in done.stderr.replace(": -", " '-")
+    assert "write it" not in run("--no-such-option", "ls", "x", code=2).stderr
