@@ -7,7 +7,7 @@ A format is made for one save. It plans files, and reads and extends the index; 
     format.layout(groups, sha256)          turn sources into planned files
     format.header(file, sha256)            if `header_needs_digests`: once the digests of the file's extents are known
     format.read_index(store)               under the lock of the place, if it has one
-    index.commit(tree, store, upload)      choose final names, and make the next index
+    index.change_for(tree, store, upload)  choose final names, and make the next index
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FormatIndex(stores.OldIndex, Protocol):
     def barred(self) -> Container[str]:
         """The saves and files that no later index may name."""
 
-    def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
+    def change_for(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
         """Choose final names for the new files, and make the next index."""
 
 

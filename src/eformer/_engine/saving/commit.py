@@ -60,7 +60,7 @@ def _change(save: Save, tree: TreeEntry, index: FormatIndex, store: Store) -> Ch
     # another job has replaced must not commit.
     if save.fence:
         save.fence()
-    change = index.commit(tree, store, save.upload)
+    change = index.change_for(tree, store, save.upload)
     if change.index is not None and index.version is None:
         return change  # the first checkpoint here: nothing is replaced, and no signature can be out of date
 

@@ -143,7 +143,7 @@ class SafetensorsDirectory(_Safetensors):
 class _Index(ManifestIndex):
     prefix: str
 
-    def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
+    def change_for(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
         # Another save may have written an index of arrays since the check, and readers would prefer it.
         if on_disk(store) is not None and store.exists(ZARR_INDEX):
             raise other_format(store, ZARR_INDEX)
@@ -343,7 +343,7 @@ class _NoIndex(NoIndex, frozen=True):
 
     barred: tuple[str, ...] = ()
 
-    def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
+    def change_for(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
         return Change({file.name: file.name for file in tree.files})
 
 

@@ -154,7 +154,7 @@ class _ArraysIndex(ManifestIndex):
     format: ZarrArrays
     found: Index | None
 
-    def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
+    def change_for(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
         fmt = self.format
         # Another save may have written it since the check.
         if self.found is None and on_disk(store) is not None and store.exists(MANIFEST):
