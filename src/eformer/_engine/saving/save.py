@@ -160,7 +160,7 @@ class Save:
         """Write the leaves and boxes of this process. Return their record: complete, synced, not yet visible."""
         staging = Staging(self.options.staging_bytes)
         sha256 = compute_sha256(self.sources, staging, self.threads) if self.options.checksums else {}
-        kept, files, leaves = self.plan(staging, sha256, meter)
+        kept, files, leaves = self.lay_out(staging, sha256, meter)
         # From here on only the planned files hold the arrays, and release each as it is written: a save in the
         # background must not keep copies of all arrays until its end.
         self.sources.clear()
@@ -170,7 +170,7 @@ class Save:
         receipt.parts = [self.part]
         return receipt
 
-    def plan(
+    def lay_out(
         self, staging: Staging, sha256: Mapping[str, str], meter: Meter
     ) -> tuple[Kept, list[PlannedFile], dict[str, LeafEntry | None]]:
         """Decide which files of an earlier save are linked, and which are written.
