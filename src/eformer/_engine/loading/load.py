@@ -344,7 +344,7 @@ class Load:
             arrays = self.fetch(sources)
             for source in sources:
                 if source.reader:
-                    source.reader.require_unwritten()
+                    source.reader.require_unchanged()
         with gc_paused():
             tree = self.rebuild(contents, selection, arrays)
         dropped = dict.fromkeys(name for source in sources for name in source.dropped)
