@@ -435,7 +435,7 @@ class Receipt(Struct):
 
     If several processes save together, the leaves are in a `ProcessRecord` instead, and the sum of `coverage` tells
     whether the processes have written every element exactly once. `owners` has the leaves of each file; None if the
-    table would be too long. `parts` has the metadata that each process adds.
+    table would be too long. `own_metadata` has the metadata that each process adds.
     """
 
     files: list[DataFile] = field(default_factory=list)
@@ -443,7 +443,7 @@ class Receipt(Struct):
     coverage: int = 0
     is_torn: bool = False
     owners: Owners | None = None
-    parts: list[bytes] = field(default_factory=list)
+    own_metadata: list[bytes] = field(default_factory=list)
 
 
 def coverage_of(name: str, elements: int) -> int:

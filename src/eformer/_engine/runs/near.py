@@ -247,7 +247,7 @@ class NearTier:
             detach=True,
             hosts=_hosts.current("saves", (jax.process_index(),), self._timeout),
         )
-        save.late, save.part = late, position
+        save.late, save.own_metadata = late, position
         self._pending = Pending(path)
         self.note_save(done.step)
         try:

@@ -103,8 +103,8 @@ class Save:
     has_index       False writes arrays without an index, as another program would
     overwrite       replace a file even if eformer did not write it
     whole_files     link a file only if all leaves in it are unchanged, so that other programs can open it
-    late            called at the commit with the `part` of every process; returns more metadata, as JSON
-    part            the metadata that this process adds, such as its position in the data
+    late            called at the commit with the `own_metadata` of every process; returns more metadata, as JSON
+    own_metadata    the metadata that this process adds, such as its position in the data
     fence           called right before the commit: if it raises, nothing is committed
     """
 
@@ -123,7 +123,7 @@ class Save:
     overwrite: bool = False
     whole_files: bool = False
     late: Callable[[Sequence[bytes]], Mapping[str, Any]] | None = None
-    part: bytes = b""
+    own_metadata: bytes = b""
     fence: Callable[[], None] | None = None
     format: WriteFormat = field(init=False)
     upload: Upload = field(init=False)
@@ -167,7 +167,7 @@ class Save:
         header = partial(self.format.header, sha256=sha256) if self.format.header_needs_digests else None
         write(files, self.upload, self.tree.block, staging, threads=self.threads, meter=meter, header=header)
         receipt = self.receipt(files, kept, leaves, sha256)
-        receipt.parts = [self.part]
+        receipt.own_metadata = [self.own_metadata]
         return receipt
 
     def lay_out(
@@ -232,7 +232,7 @@ class Save:
         """Make the tree, whose files are complete and synced, the checkpoint of its prefix."""
         tree = self.recorded(receipt)
         if self.late:
-            metadata = {**tree.raw_metadata, **self.late(receipt.parts)}
+            metadata = {**tree.raw_metadata, **self.late(receipt.own_metadata)}
             tree = msgspec.structs.replace(tree, raw_metadata=metadata)
         self.turn.wait()
         self.upload.commit(commit_of(self, tree))

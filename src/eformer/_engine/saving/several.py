@@ -268,7 +268,7 @@ def joined_receipts(receipts: Sequence[Receipt]) -> Receipt:
         whole.leaves |= receipt.leaves
         whole.coverage = (whole.coverage + receipt.coverage) % 2**64
         whole.is_torn |= receipt.is_torn
-        whole.parts += receipt.parts
+        whole.own_metadata += receipt.own_metadata
     whole.owners = joined_owners(receipt.owners for receipt in receipts)
     return whole
 
