@@ -137,7 +137,7 @@ class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):
 
     The files are in the directory `root` beside the manifest, or in the manifest's own directory; with `ocdbt` they are
     the keys of a database there. If several processes wrote the tree, the extents are in process records, in the
-    headers of the files; `parts` says whether every leaf is "whole" in one file or some leaves are "torn". `owners`
+    headers of the files; `wholeness` says whether every leaf is "whole" in one file or some leaves are "torn". `owners`
     says which record has which leaves, so that a load reads only the records that it needs.
     """
 
@@ -146,7 +146,7 @@ class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):
     written_by: str
     block: int
     files: tuple[DataFile, ...]
-    parts: Literal["whole", "torn"] | msgspec.UnsetType = msgspec.UNSET
+    wholeness: Literal["whole", "torn"] | msgspec.UnsetType = field(name="parts", default=msgspec.UNSET)
     owners: Owners | msgspec.UnsetType = field(name="holdings", default=msgspec.UNSET)
     raw_root: str | msgspec.UnsetType = field(name="root", default=msgspec.UNSET)
     ocdbt: bool | msgspec.UnsetType = msgspec.UNSET

@@ -242,11 +242,11 @@ class SaveOfSeveral(Save):
                 "the processes have not written every element of every leaf once. Do they all see the same arrays on "
                 "the same devices? A leaf may not be in one process's memory for one and on devices for another"
             )
-        parts: Any = "torn" if receipt.is_torn else "whole"
+        wholeness: Any = "torn" if receipt.is_torn else "whole"
         return msgspec.structs.replace(
             self.tree,
             files=tuple(receipt.files),
-            parts=parts,
+            wholeness=wholeness,
             owners=receipt.owners or msgspec.UNSET,
             raw_leaves=encode_leaves(dict(self.leaves)),
         )

@@ -262,7 +262,7 @@ def _readable_trees(found: Found) -> tuple[list[TreeEntry], list[Damage]]:
     """Return the trees whose process records can be read, and the damage of all other trees."""
     trees, damages = [], []
     for prefix, record in found.manifest.trees.items():
-        if record.parts:
+        if record.wholeness:
             try:
                 found.trees[prefix].check_leaves()
             except (OSError, FormatError) as error:

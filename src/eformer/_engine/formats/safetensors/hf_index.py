@@ -61,7 +61,7 @@ def _update(store: Store, upload: Upload, there: Mapping[str, Kind], base: str, 
 
 def _is_wanted(base: str, tree: TreeEntry) -> bool:
     names = [file.name for file in tree.files]
-    is_of_use = tree.parts != "torn" and not any(name.endswith(PRIVATE) for name in names)
+    is_of_use = tree.wholeness != "torn" and not any(name.endswith(PRIVATE) for name in names)
     return bool(names) and is_of_use and names != plain_names(base, 1)
 
 
