@@ -43,7 +43,7 @@ from eformer._engine.record.manifest import Manifest, Receipt, RecordedSharding,
 from eformer._engine.record.options import SaveOptions
 from eformer._engine.record.owners import OwnedLeaves, Owners
 from eformer._engine.record.planned import Source
-from eformer._engine.saving.commit import new_tree
+from eformer._engine.saving.commit import new_entry
 from eformer._engine.saving.reuse import Kept
 from eformer._engine.saving.save import Compared, Save
 from eformer._engine.saving.several import SaveOfSeveral, joined_receipts
@@ -222,11 +222,11 @@ def save(case: Case, url: str) -> Written:
 
 
 def first_save(case: Case, url: str) -> SaveOfSeveral:
-    tree = new_tree("bench", {"dict": {}}, {}, {})
+    entry = new_entry("bench", {"dict": {}}, {}, {})
     hosts, turn = First(case.writers), turns.take(url, "process 0")
     compared, sources = Compared([], Hasher()), all_sources(case)
     options = SaveOptions()
-    return SaveOfSeveral(store_at(url), "", "", "safetensors", sources, tree, options, hosts, turn, compared)
+    return SaveOfSeveral(store_at(url), "", "", "safetensors", sources, entry, options, hosts, turn, compared)
 
 
 def write_part(case: Case, first: SaveOfSeveral, writer: int, stack: ExitStack) -> Receipt:
@@ -236,7 +236,7 @@ def write_part(case: Case, first: SaveOfSeveral, writer: int, stack: ExitStack) 
     stack.callback(upload.close)
     files = fmt.layout([sources_of(case, writer)], {})
     header = partial(fmt.header, sha256={})
-    write(files, upload, first.tree.block, Staging(2**26), threads=1, meter=SILENT, header=header)
+    write(files, upload, first.entry.block, Staging(2**26), threads=1, meter=SILENT, header=header)
     part = dataclasses.replace(first)
     part.format, part.upload, part.numbers = fmt, upload, first.numbers
     return part.receipt(files, Kept(), {}, {})

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from eformer._engine.stores.base import Change, Store, Upload
 
 
-def new_tree(
+def new_entry(
     written_by: str, structure: Any, raw_metadata: dict[str, Any], raw_values: dict[str, Any]
 ) -> TreeEntry:
     """Begin the record of a save, with a new save id."""
@@ -41,26 +41,26 @@ def new_tree(
     )
 
 
-def commit_of(save: Save, tree: TreeEntry) -> Commit:
+def commit_of(save: Save, entry: TreeEntry) -> Commit:
     """Return the commit of a tree, for the upload to carry out."""
     fmt = save.format
     return Commit(
         fmt.read_index,
-        partial(_change, save, tree),
+        partial(_change, save, entry),
         fmt.index_name,
-        tree.save_id,
+        entry.save_id,
         sweeps=True,
         is_done=partial(may_be_committed, save),
     )
 
 
-def _change(save: Save, tree: TreeEntry, index: FormatIndex, store: Store) -> Change:
+def _change(save: Save, entry: TreeEntry, index: FormatIndex, store: Store) -> Change:
     interrupts.check()
     # Here, under the lock or the lease: a check before it could be outdated when the index is replaced, and a job that
     # another job has replaced must not commit.
     if save.fence:
         save.fence()
-    change = index.change_for(tree, store, save.upload)
+    change = index.change_for(entry, store, save.upload)
     if change.index is not None and index.version is None:
         return change  # the first checkpoint here: nothing is replaced, and no signature can be out of date
 
@@ -78,7 +78,7 @@ def may_be_committed(save: Save) -> bool:
     The data of a save that may be committed must stay.
     """
     with clearing_up():  # the deadline of the save may be over
-        return save.format.is_committed(save.store, save.tree.save_id)
+        return save.format.is_committed(save.store, save.entry.save_id)
 
 
 def _remove_signature(file: str, place: Store, upload: Upload) -> None:

@@ -97,7 +97,7 @@ class Save:
     """A save that no longer needs its caller: `sources` hold the arrays until they are planned, and are empty then.
 
     store, file     the directory to save to, and the name of a single file or ""
-    tree            the record, without files and leaves
+    entry           the record, without files and leaves
     compared        the values that several processes compare with each other
     before          events of the saves that were under way to the checkpoint that `reuse` names; set when they are over
     has_index       False writes arrays without an index, as another program would
@@ -113,7 +113,7 @@ class Save:
     prefix: str
     kind: Kind
     sources: list[Source]
-    tree: TreeEntry
+    entry: TreeEntry
     options: SaveOptions
     hosts: Hosts
     turn: Turn
@@ -135,7 +135,7 @@ class Save:
     def new_format(self) -> WriteFormat:
         """Make the format of this save, for the save id of its tree."""
         several, process = self.hosts.count > 1, self.hosts.index
-        save_id, block = self.tree.save_id, self.tree.block
+        save_id, block = self.entry.save_id, self.entry.block
         if self.kind == "zarr":
             arrays = {s.name: Listed(array_path(s.name), s.shape, s.dtype) for s in self.sources}
             return ZarrArrays(
@@ -143,7 +143,7 @@ class Save:
             )
         tensors = tensor_names(source.name for source in self.sources)
         if self.file:
-            return SafetensorsFile(self.file, self.prefix, self.tree, tensors, self.overwrite)
+            return SafetensorsFile(self.file, self.prefix, self.entry, tensors, self.overwrite)
         limit = self.options.max_shard_bytes
         return SafetensorsDirectory(self.prefix, save_id, block, tensors, limit, several, process)
 
@@ -165,7 +165,7 @@ class Save:
         # background must not keep copies of all arrays until its end.
         self.sources.clear()
         header = partial(self.format.header, sha256=sha256) if self.format.header_needs_digests else None
-        write(files, self.upload, self.tree.block, staging, threads=self.threads, meter=meter, header=header)
+        write(files, self.upload, self.entry.block, staging, threads=self.threads, meter=meter, header=header)
         receipt = self.receipt(files, kept, leaves, sha256)
         receipt.own_metadata = [self.own_metadata]
         return receipt
@@ -206,7 +206,7 @@ class Save:
         place = self.store.url if reuse is True else os.fspath(reuse or "")
         recorded = FORMAT if self.kind == "zarr" else self.kind
         with store_options_of(self.options, self.store.url):
-            return find_earlier(place, self.prefix, recorded, self.tree.block, to=self.store)
+            return find_earlier(place, self.prefix, recorded, self.entry.block, to=self.store)
 
     def receipt(
         self,
@@ -230,14 +230,14 @@ class Save:
 
     def commit(self, receipt: Receipt) -> None:
         """Make the tree, whose files are complete and synced, the checkpoint of its prefix."""
-        tree = self.recorded(receipt)
+        entry = self.recorded(receipt)
         if self.late:
-            metadata = {**tree.raw_metadata, **self.late(receipt.own_metadata)}
-            tree = msgspec.structs.replace(tree, raw_metadata=metadata)
+            metadata = {**entry.raw_metadata, **self.late(receipt.own_metadata)}
+            entry = msgspec.structs.replace(entry, raw_metadata=metadata)
         self.turn.wait()
-        self.upload.commit(commit_of(self, tree))
+        self.upload.commit(commit_of(self, entry))
 
     def recorded(self, receipt: Receipt) -> TreeEntry:
         """Return the tree as the manifest records it."""
         raw_leaves = encode_leaves(receipt.leaves)
-        return msgspec.structs.replace(self.tree, files=tuple(receipt.files), raw_leaves=raw_leaves)
+        return msgspec.structs.replace(self.entry, files=tuple(receipt.files), raw_leaves=raw_leaves)

@@ -75,7 +75,7 @@ class SaveOfSeveral(Save):
             self.hosts.end()  # every process knows, and raises an error of its own
             self._refuse_other_trees(lines)
         if self.hosts.index:
-            self.tree = msgspec.structs.replace(self.tree, save_id=self.agreed.save_id)
+            self.entry = msgspec.structs.replace(self.entry, save_id=self.agreed.save_id)
             self.format = self.new_format()
 
     def _agree(self, mine: Brought, lines: Sequence[str], messages: Sequence[bytes]) -> bytes:
@@ -96,7 +96,7 @@ class SaveOfSeveral(Save):
         super().prepare(self._stack)
         self.upload.announce()  # the other processes look for the new directory as soon as they have the answer
         elsewhere = [number for number, source in enumerate(self.sources) if source.owner > 0]
-        return _encode(Agreed(self.tree.save_id, self.store.url, self.upload.token, elsewhere))
+        return _encode(Agreed(self.entry.save_id, self.store.url, self.upload.token, elsewhere))
 
     def _refuse_other_trees(self, leaves: Sequence[str]) -> None:
         """Raise a MismatchError that names the leaves, in a process whose tree differs. In all other processes raise a
@@ -244,7 +244,7 @@ class SaveOfSeveral(Save):
             )
         wholeness: Any = "torn" if receipt.is_torn else "whole"
         return msgspec.structs.replace(
-            self.tree,
+            self.entry,
             files=tuple(receipt.files),
             wholeness=wholeness,
             owners=receipt.owners or msgspec.UNSET,
@@ -312,13 +312,13 @@ def _described(save: Save) -> tuple[Brought, list[str]]:
         + (f", {s.sharding.spec} on {s.sharding.mesh}" if s.sharding else "")
         for s in save.sources
     ]
-    lines += [f"{name}: {json}"[:_MOST_SHOWN] for name, json in save.tree.raw_values.items()]
+    lines += [f"{name}: {json}"[:_MOST_SHOWN] for name, json in save.entry.raw_values.items()]
     for source in save.compared.replicas:
         ((box, array),) = source.parts
         lines.append(f"{source.name}: {box_on_host(array, box).tolist()}")
-    structure = msgspec.json.encode(msgspec.json.decode(save.tree.structure), order="sorted")
-    values = msgspec.json.encode(save.tree.raw_values, order="sorted")
-    save.compared.own.update(msgspec.json.encode(save.tree.raw_metadata, order="sorted"))
+    structure = msgspec.json.encode(msgspec.json.decode(save.entry.structure), order="sorted")
+    values = msgspec.json.encode(save.entry.raw_values, order="sorted")
+    save.compared.own.update(msgspec.json.encode(save.entry.raw_metadata, order="sorted"))
     text = "\n".join(lines).encode(errors="replace")
     tree = xxh3_128_of([text, structure + values])
     return Brought(call, tree, save.compared.own.hexdigest()), lines

@@ -12,7 +12,7 @@ from eformer._engine.formats.safetensors.names import SUFFIX, base_name, refuse_
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.dtypes import floating_dtype
 from eformer._engine.record.options import SaveOptions, options_from
-from eformer._engine.saving.commit import new_tree
+from eformer._engine.saving.commit import new_entry
 from eformer._engine.saving.pending import Pending, run_in_background
 from eformer._engine.saving.save import ALIASES, Format, Kind, Save, complete, store_options_of
 from eformer._engine.saving.several import SaveOfSeveral
@@ -162,7 +162,7 @@ def start(
         with gc_paused():
             leaves, structure = flatten(tree)
             sources, values, compared = snapshot(leaves, options, hosts, detach=detach)
-        entry = new_tree(f"eformer {__version__}, jax {jax.__version__}", structure, recorded, values)
+        entry = new_entry(f"eformer {__version__}, jax {jax.__version__}", structure, recorded, values)
         process = hosts.name(hosts.index)
         interrupts.check()  # the last moment at which no other save waits for this one
         before = _saves_to_await(options.reuse, store, process) if options.reuse else ()
