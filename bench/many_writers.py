@@ -114,7 +114,7 @@ class Case:
 class First:
     """The first of many hosts, whose others bring what it brings."""
 
-    index = 0
+    number = 0
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -125,8 +125,8 @@ class First:
     def process_of(self, device: Any) -> int:
         raise NotImplementedError
 
-    def name(self, index: int) -> str:
-        return f"process {index}"
+    def name(self, number: int) -> str:
+        return f"process {number}"
 
     def fail(self, error: BaseException, *, after_all: bool = False) -> str:
         raise error

@@ -135,14 +135,14 @@ def real(directory: Path, nbytes: int, rounds: int) -> list[dict[str, Any]]:
 class Simulated:
     """One of `count` hosts, each of which has one of this process's devices."""
 
-    def __init__(self, index: int, count: int, order: dict[Any, int], meet: Any) -> None:
-        self.index, self.count, self.order, self.meet = index, count, order, meet
+    def __init__(self, number: int, count: int, order: dict[Any, int], meet: Any) -> None:
+        self.number, self.count, self.order, self.meet = number, count, order, meet
 
     def process_of(self, device: Any) -> int:
         return self.order[device]
 
-    def name(self, index: int) -> str:
-        return f"process {index}"
+    def name(self, number: int) -> str:
+        return f"process {number}"
 
     def fail(self, error: BaseException, *, after_all: bool = False) -> str:
         raise error

@@ -134,7 +134,7 @@ class Save:
 
     def new_format(self) -> WriteFormat:
         """Make the format of this save, for the save id of its tree."""
-        several, process = self.hosts.count > 1, self.hosts.index
+        several, process = self.hosts.count > 1, self.hosts.number
         save_id, block = self.entry.save_id, self.entry.block
         if self.kind == "zarr":
             arrays = {s.name: Listed(array_path(s.name), s.shape, s.dtype) for s in self.sources}

@@ -74,7 +74,7 @@ class SaveOfSeveral(Save):
         if self.agreed.differing:
             self.hosts.end()  # every process knows, and raises an error of its own
             self._refuse_other_trees(lines)
-        if self.hosts.index:
+        if self.hosts.number:
             self.entry = msgspec.structs.replace(self.entry, save_id=self.agreed.save_id)
             self.format = self.new_format()
 
@@ -84,10 +84,10 @@ class SaveOfSeveral(Save):
         Log a warning if only values differ that each process has for itself.
         """
         hosts, all_brought = self.hosts, [_decode_brought(message) for message in messages]
-        for index, brought in enumerate(all_brought):
+        for number, brought in enumerate(all_brought):
             if brought.call != mine.call:
                 raise ProcessError(
-                    f"the processes do different things: {hosts.name(0)} {mine.call}, {hosts.name(index)} "
+                    f"the processes do different things: {hosts.name(0)} {mine.call}, {hosts.name(number)} "
                     f"{brought.call}; nothing was written"
                 )
         if differing := [i for i, brought in enumerate(all_brought) if brought.tree != mine.tree]:
@@ -102,10 +102,10 @@ class SaveOfSeveral(Save):
         """Raise a MismatchError that names the leaves, in a process whose tree differs. In all other processes raise a
         ProcessError that names the processes."""
         hosts, differing = self.hosts, self.agreed.differing
-        if hosts.index in differing:
+        if hosts.number in differing:
             raise MismatchError(
                 _differences(leaves, self.agreed.described.split("\n")),
-                context=f"{hosts.name(hosts.index)} saves a different tree than {hosts.name(0)}",
+                context=f"{hosts.name(hosts.number)} saves a different tree than {hosts.name(0)}",
             )
         others = ", ".join(map(hosts.name, differing[:20]))
         raise ProcessError(
@@ -117,7 +117,7 @@ class SaveOfSeveral(Save):
     def write(self, meter: Meter) -> Receipt:
         with self._failing_together():
             self._take_own_sources(meter)
-            if self.hosts.index:
+            if self.hosts.number:
                 self.upload = self._join()
                 self._stack.callback(self.upload.close)
             else:
@@ -143,9 +143,9 @@ class SaveOfSeveral(Save):
         A leaf that lies in one process alone, and a leaf that every process has a copy of, look the same to a process
         that holds it. The first process writes the copies.
         """
-        theirs, index = set(self.agreed.elsewhere), self.hosts.index
+        theirs, process = set(self.agreed.elsewhere), self.hosts.number
         for number, source in enumerate(self.sources):
-            if index and source.owner == index and number not in theirs:
+            if process and source.owner == process and number not in theirs:
                 meter.add(self.format.own_nbytes(source))
                 self.sources[number] = msgspec.structs.replace(
                     source, whole=None, parts=(), regions=(), is_first=False
@@ -212,7 +212,7 @@ class SaveOfSeveral(Save):
                 error.cause.add_note("a process that times out waiting for the others removes its files")
             raise error.cause from None
         except (ProcessTimeoutError, LostError) as error:
-            if self.hosts.index:
+            if self.hosts.number:
                 error.add_note(
                     "this process does not know whether the save was committed; inspect the directory"
                 )

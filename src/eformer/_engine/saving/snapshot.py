@@ -121,7 +121,7 @@ class _Reader:
             self.written[0] += array.nbytes
             if array.nbytes <= _COMPARED_BYTES:
                 self.own.update(to_bytes(array, dtype))
-        if self.hosts.index:  # every process has one; the array of the first process is stored
+        if self.hosts.number:  # every process has one; the array of the first process is stored
             return Source(name, dtype, array.shape, "numpy", is_first=False)
         if array.nbytes <= _COPIED_BYTES:
             return Source(name, dtype, array.shape, "numpy", None, None, to_bytes(array, dtype))
@@ -216,7 +216,7 @@ class _Reader:
             devices: set[Any] = sharding.device_set
             processes = {self.hosts.process_of(device) for device in devices}
             owner = processes.pop() if len(processes) == 1 else -1
-            is_here = len(devices) == 1 and owner == self.hosts.index
+            is_here = len(devices) == 1 and owner == self.hosts.number
             is_cpu = is_here and next(iter(devices)).platform == "cpu"
             place = "memory" if is_cpu else "device" if is_here else None
             facts = self.facts[where] = (place, owner, recorded_sharding(sharding))
@@ -240,7 +240,7 @@ class _Reader:
                 self.written += split.elements * itemsize
             return split.settled
         sizes = [(box.size * itemsize, who) for box, who in split.holders.items()]
-        return split.of(owners(sizes, self.written), self.hosts.index)
+        return split.of(owners(sizes, self.written), self.hosts.number)
 
     def detach_all(self, sources: list[Source]) -> None:
         """Replace all arrays on accelerators by copies.
@@ -310,7 +310,7 @@ class _Split:
         self.settled: tuple[dict[Box, int], bool] | None = None
         self.elements = np.zeros(hosts.count, np.int64)
         if all(len(who) == 1 for who in holders.values()):  # the choice does not depend on `written`
-            self.settled = self.of([int(who[0]) for who in holders.values()], hosts.index)
+            self.settled = self.of([int(who[0]) for who in holders.values()], hosts.number)
             for box, who in holders.items():
                 self.elements[who[0]] += box.size
         # Even shares change no choice, and an array that one process holds alone looks different to each process.
@@ -335,7 +335,7 @@ def _split(array: jax.Array, hosts: Hosts) -> _Split:
         holders.setdefault(_box(index, array.shape), {})[process] = None
     here: dict[Box, int] = {}
     for number, shard in enumerate(array.addressable_shards):
-        if hosts.process_of(shard.device) == hosts.index:
+        if hosts.process_of(shard.device) == hosts.number:
             here.setdefault(_box(shard.index, array.shape), number)
     processes = {box: np.array(list(who)) for box, who in holders.items()}
     return _Split(processes, here, array.sharding.shard_shape(array.shape), hosts)

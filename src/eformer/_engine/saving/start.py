@@ -163,7 +163,7 @@ def start(
             leaves, structure = flatten(tree)
             sources, values, compared = snapshot(leaves, options, hosts, detach=detach)
         entry = new_entry(f"eformer {__version__}, jax {jax.__version__}", structure, recorded, values)
-        process = hosts.name(hosts.index)
+        process = hosts.name(hosts.number)
         interrupts.check()  # the last moment at which no other save waits for this one
         before = _saves_to_await(options.reuse, store, process) if options.reuse else ()
         turn = turns.take(store.at(file).key if file else store.key, process, in_background=detach)
