@@ -24,8 +24,8 @@ from eformer._engine.loading.sources import (
     TreeReader,
     check_sha256,
     completed,
+    given_by,
     name_by_order,
-    owned,
     read_computed,
     refuse_bare_leaf,
     refuse_kinds,
@@ -389,7 +389,7 @@ class Load:
         names = contents.select(request.keys, is_list=request.is_list)
         if BARE_LEAF in names and len(names) > 1 and request.keys is None and not request.partial:
             refuse_bare_leaf(sources)
-        given = [names] if is_one else owned(sources, names, request, like)
+        given = [names] if is_one else given_by(sources, names, request, like)
         for source, own in zip(sources, given, strict=True):
             if source.found.foreign.find_quantized and request.dequant is None:
                 refuse_quantized(source, own, names, request, like)

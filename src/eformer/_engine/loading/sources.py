@@ -166,7 +166,7 @@ def refuse_bare_leaf(sources: Sequence[LoadSource]) -> None:
     )
 
 
-def owned(
+def given_by(
     sources: Sequence[LoadSource], names: Mapping[str, None], request: Request, like: Leaves | None
 ) -> list[Collection[str]]:
     """Return the names of the leaves that each checkpoint gives. Refuse leaves that several checkpoints have."""

@@ -95,7 +95,7 @@ class SaveOfSeveral(Save):
         _mention([hosts.name(i) for i, b in enumerate(all_brought) if b.own != mine.own], hosts.name(0))
         super().prepare(self._stack)
         self.upload.announce()  # the other processes look for the new directory as soon as they have the answer
-        elsewhere = [number for number, source in enumerate(self.sources) if source.owner > 0]
+        elsewhere = [number for number, source in enumerate(self.sources) if source.held_only_by > 0]
         return _encode(Agreed(self.entry.save_id, self.store.url, self.upload.token, elsewhere))
 
     def _refuse_other_trees(self, leaves: Sequence[str]) -> None:
@@ -145,7 +145,7 @@ class SaveOfSeveral(Save):
         """
         theirs, process = set(self.agreed.elsewhere), self.hosts.number
         for number, source in enumerate(self.sources):
-            if process and source.owner == process and number not in theirs:
+            if process and source.held_only_by == process and number not in theirs:
                 meter.add(self.format.own_nbytes(source))
                 self.sources[number] = msgspec.structs.replace(
                     source, whole=None, parts=(), regions=(), is_first=False

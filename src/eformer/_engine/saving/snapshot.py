@@ -139,7 +139,7 @@ class _Reader:
         if array.is_deleted():
             raise _DeletedError
         key = None
-        place, owner, sharding = self.look_at(array.sharding, where)
+        place, only, sharding = self.look_at(array.sharding, where)
         if not isinstance(array.dtype, np.dtype):
             key, array = str(jax.random.key_impl(array)), jax.random.key_data(array)
         dtype, is_packed = self.stored_jax(array.dtype)
@@ -151,7 +151,7 @@ class _Reader:
         if place == "memory" and not is_packed:
             if self.hosts.count > 1 and array.nbytes <= _COMPARED_BYTES and sharding is None:
                 self.own.update(to_bytes(np.asarray(array), dtype))
-            return Source(name, dtype, shape, home, key, sharding, view_of(array), (), (), None, owner)
+            return Source(name, dtype, shape, home, key, sharding, view_of(array), (), (), None, only)
         split = self.split(array)
         if self.hosts.count > 1 and array.nbytes <= _REPLICA_BYTES and split.is_everywhere:
             self.compare(name, array)
@@ -159,7 +159,7 @@ class _Reader:
         parts = [(box, _data(array, number)) for box, number in mine.items()]
         boxes = merged(list(mine))
         return Source(
-            name, dtype, shape, home, key, sharding, None, parts, boxes, split.shard, owner, is_first
+            name, dtype, shape, home, key, sharding, None, parts, boxes, split.shard, only, is_first
         )
 
     def compare(self, name: str, array: jax.Array) -> None:
@@ -215,11 +215,11 @@ class _Reader:
         if facts is None:
             devices: set[Any] = sharding.device_set
             processes = {self.hosts.process_of(device) for device in devices}
-            owner = processes.pop() if len(processes) == 1 else -1
-            is_here = len(devices) == 1 and owner == self.hosts.number
+            only = processes.pop() if len(processes) == 1 else -1
+            is_here = len(devices) == 1 and only == self.hosts.number
             is_cpu = is_here and next(iter(devices)).platform == "cpu"
             place = "memory" if is_cpu else "device" if is_here else None
-            facts = self.facts[where] = (place, owner, recorded_sharding(sharding))
+            facts = self.facts[where] = (place, only, recorded_sharding(sharding))
         return facts
 
     def split(self, array: jax.Array) -> _Split:
@@ -240,7 +240,7 @@ class _Reader:
                 self.written += split.elements * itemsize
             return split.settled
         sizes = [(box.size * itemsize, who) for box, who in split.holders.items()]
-        return split.of(owners(sizes, self.written), self.hosts.number)
+        return split.of(choose_writers(sizes, self.written), self.hosts.number)
 
     def detach_all(self, sources: list[Source]) -> None:
         """Replace all arrays on accelerators by copies.
@@ -317,9 +317,9 @@ class _Split:
         is_even = bool((self.elements == self.elements[0]).all())
         self.counts = not is_even and np.count_nonzero(self.elements) > 1
 
-    def of(self, owned: Sequence[int], process: int) -> tuple[dict[Box, int], bool]:
-        mine = [box for box, owner in zip(self.holders, owned, strict=True) if owner == process]
-        return {box: self.here[box] for box in mine}, owned[0] == process
+    def of(self, writers: Sequence[int], process: int) -> tuple[dict[Box, int], bool]:
+        mine = [box for box, writer in zip(self.holders, writers, strict=True) if writer == process]
+        return {box: self.here[box] for box in mine}, writers[0] == process
 
 
 def _split(array: jax.Array, hosts: Hosts) -> _Split:
@@ -388,7 +388,7 @@ def _have_room(needed: Mapping[Any, int]) -> bool:
     return True
 
 
-def owners(
+def choose_writers(
     holders: Iterable[tuple[int, np.ndarray[Any, np.dtype[np.int64]]]],
     written: np.ndarray[Any, np.dtype[np.int64]],
 ) -> list[int]:
@@ -398,9 +398,9 @@ def owners(
     """
     chosen = []
     for nbytes, processes in holders:
-        owner = int(processes[written[processes].argmin()])
-        written[owner] += nbytes
-        chosen.append(owner)
+        writer = int(processes[written[processes].argmin()])
+        written[writer] += nbytes
+        chosen.append(writer)
     return chosen
 
 
