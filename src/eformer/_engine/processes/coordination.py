@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 # The service takes longer messages, too, but keeps each whole in memory.
-_PIECE_BYTES = 2**18
+_MESSAGE_BYTES = 2**18
 
 # Python handles no Ctrl-C while a call of JAX waits, so each call waits only for a short time.
 _WAIT_SECONDS = 2.0
@@ -184,8 +184,8 @@ class Together(Hosts):
     def _ask_first(self, place: str, message: bytes, deadline: float) -> bytes:
         """Send a message to the first process and wait for its answer."""
         self._send(place, f"sent/{self.number}", _CONTENT + self._doing + message)
-        piece = self._wait_for(f"{place}/answer", deadline, [0])
-        answered = self._receive(place, "answer", piece, deadline, 0)
+        part = self._wait_for(f"{place}/answer", deadline, [0])
+        answered = self._receive(place, "answer", part, deadline, 0)
         if answered[:1] == _FAILURE:
             self._is_over = True
             raise ProcessError(answered[1:].decode())
@@ -219,13 +219,13 @@ class Together(Hosts):
 
     def _collect(self, place: str, deadline: float) -> list[bytes]:
         """Return the messages of the other processes: read all that have come, then wait for the rest."""
-        pieces = dict(self._call(self._client.key_value_dir_get_bytes, f"{place}/sent/"))
-        absent = [i for i in range(1, self.count) if f"{place}/sent/{i}" not in pieces]
+        parts = dict(self._call(self._client.key_value_dir_get_bytes, f"{place}/sent/"))
+        absent = [i for i in range(1, self.count) if f"{place}/sent/{i}" not in parts]
         for at, number in enumerate(absent):
             key = f"{place}/sent/{number}"
-            pieces[key] = self._wait_for(key, deadline, absent[at:])
+            parts[key] = self._wait_for(key, deadline, absent[at:])
         messages = [
-            self._receive(place, f"sent/{number}", pieces[f"{place}/sent/{number}"], deadline, number)
+            self._receive(place, f"sent/{number}", parts[f"{place}/sent/{number}"], deadline, number)
             for number in range(1, self.count)
         ]
         reasons = [message[1:].decode() for message in messages if message[:1] == _FAILURE]
@@ -247,10 +247,10 @@ class Together(Hosts):
 
     def _send(self, place: str, name: str, message: bytes) -> None:
         """Send a message in parts. The first part has their number, and is sent last, so that all of them are there."""
-        pieces = [message[i : i + _PIECE_BYTES] for i in range(0, len(message), _PIECE_BYTES)]
-        for number, piece in enumerate(pieces[1:], 1):
-            self._call(self._client.key_value_set_bytes, f"{place}/more/{name}/{number}", piece)
-        counted = len(pieces).to_bytes(4, "little") + pieces[0]
+        parts = [message[i : i + _MESSAGE_BYTES] for i in range(0, len(message), _MESSAGE_BYTES)]
+        for number, part in enumerate(parts[1:], 1):
+            self._call(self._client.key_value_set_bytes, f"{place}/more/{name}/{number}", part)
+        counted = len(parts).to_bytes(4, "little") + parts[0]
         self._call(self._client.key_value_set_bytes, f"{place}/{name}", counted)
 
     def _receive(self, place: str, name: str, first: bytes, deadline: float, sender: int) -> bytes:

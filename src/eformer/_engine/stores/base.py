@@ -268,7 +268,7 @@ class Upload(Protocol):
         upload."""
 
     def stream(self, name: str, nbytes: int, chunks: Iterable[Any]) -> None:
-        """Write a file of known length from pieces of memory, in their order."""
+        """Write a file of known length from buffers, in their order."""
 
     def put(self, files: Sequence[tuple[str, bytes]]) -> None:
         """Write many small files. Neighbours of one directory should follow each other."""
