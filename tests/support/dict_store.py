@@ -102,13 +102,11 @@ class DictUpload:
     def put(self, files):
         self.new |= {self.start + name: data for name, data in files}
 
-    def link(self, name, source, entry):
-        if not isinstance(source, DictStore) or source.version(entry.name) != entry.version:
+    def link(self, name, store, entry):
+        if not isinstance(store, DictStore) or store.version(entry.name) != entry.version:
             return False
-        if source.path_to(entry.name) != self.store.path_to(
-            self.start + name
-        ):  # else it has its name already
-            self.put([(name, source.read(entry.name)[0])])
+        if store.path_to(entry.name) != self.store.path_to(self.start + name):  # else it has its name already
+            self.put([(name, store.read(entry.name)[0])])
         return True
 
     def sync(self):

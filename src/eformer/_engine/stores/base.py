@@ -273,8 +273,8 @@ class Upload(Protocol):
     def put(self, files: Sequence[tuple[str, bytes]]) -> None:
         """Write many small files. Neighbours of one directory should follow each other."""
 
-    def link(self, name: str, source: Store, entry: Entry) -> bool:
-        """Use a file of another checkpoint again under a new name. Return False if it has to be written."""
+    def link(self, name: str, store: Store, entry: Entry) -> bool:
+        """Use a file of a checkpoint in another `store` again under a new name. Return False if it has to be written."""
 
     def sync(self) -> None:
         """Return when all files written so far are complete and on stable storage."""

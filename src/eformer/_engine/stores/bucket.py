@@ -225,11 +225,11 @@ class BucketUpload:
         else:
             self._send(lambda: self._objects.put_all(objects))
 
-    def link(self, name: str, source: Store, entry: Entry) -> bool:
+    def link(self, name: str, store: Store, entry: Entry) -> bool:
         """Use the object under its present name if that is final, else let the server copy it."""
-        if not isinstance(source, BucketStore) or source.objects is not self._objects:
+        if not isinstance(store, BucketStore) or store.objects is not self._objects:
             return False
-        key, final = source.key_of(entry.name), self._start + name
+        key, final = store.key_of(entry.name), self._start + name
         try:
             if self._objects.head(key).version != entry.version:
                 return False

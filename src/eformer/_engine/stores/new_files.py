@@ -93,11 +93,11 @@ class NewFiles(Scratch):
                 write_new(folders.at(outer), name, data)
         self.unsynced += [path for path, _ in files]
 
-    def link(self, name: str, source: Store, entry: Entry) -> bool:
+    def link(self, name: str, store: Store, entry: Entry) -> bool:
         from eformer._engine.stores.local import on_disk  # late: a store makes uploads
 
         outer, _, plain = name.rpartition("/")
-        if (place := on_disk(source)) is None:
+        if (place := on_disk(store)) is None:
             return False
         try:
             os.close(open_inside(place, entry.name))  # raises if the name leads out of the store
@@ -108,7 +108,7 @@ class NewFiles(Scratch):
                     folder.unlink(plain)
                     raise FormatError("it has changed since it was read")
         except (OSError, FormatError) as error:  # no links between these places, or the file was just removed
-            logger.warning("reuse: cannot link %s, writing it again: %s", source.path_to(entry.name), error)
+            logger.warning("reuse: cannot link %s, writing it again: %s", store.path_to(entry.name), error)
             return False
         if outer:  # for the new name in the directory; the save that wrote the bytes has synced them
             self.unsynced.append(name)

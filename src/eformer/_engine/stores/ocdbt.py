@@ -148,7 +148,7 @@ class DatabaseUpload(LocalUpload):
         self._is_busy = False
         self._begin()
 
-    def link(self, name: str, source: Store, entry: Entry) -> bool:
+    def link(self, name: str, store: Store, entry: Entry) -> bool:
         return False
 
     def sync(self) -> None:
