@@ -178,7 +178,7 @@ def all_sources(case: Case) -> list[Source]:
     """The leaves as the first writer sees them, also those that it has nothing of."""
     own = {source.name: source for source in sources_of(case, 0)}
     like = next(iter(own.values()))
-    theirs = msgspec.structs.replace(like, parts=(), regions=(), is_first=False)
+    theirs = msgspec.structs.replace(like, parts=(), regions=(), writes_start=False)
     return [own.get(name) or msgspec.structs.replace(theirs, name=name) for name in names_of(case)]
 
 

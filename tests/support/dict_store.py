@@ -46,7 +46,7 @@ class DictStore(ListedStore):
             self, [self.inside(name) for name in names], [(versions or {}).get(n) for n in names]
         )
 
-    def begin(self, root="", token="", *, save_id="", is_first=False):
+    def begin(self, root="", token="", *, save_id="", may_be_new=False):
         return DictUpload(self, f"{root}/" if root else "")
 
     def version(self, name):

@@ -89,9 +89,9 @@ class WriteFormat(Protocol):
     def check_place(self, store: Store) -> bool:
         """Tell whether the place holds a checkpoint; refuse files that eformer must not replace."""
 
-    def begin(self, store: Store, token: str = "", *, is_first: bool = False) -> Upload:
-        """Begin an upload; with a `token`, join the upload of another process. A place that `is_first` has no
-        checkpoint yet."""
+    def begin(self, store: Store, token: str = "", *, may_be_new: bool = False) -> Upload:
+        """Begin an upload; with a `token`, join the upload of another process. `may_be_new` if `check_place` has found
+        no checkpoint."""
 
     def layout(self, groups: Sequence[Sequence[Source]], sha256: Mapping[str, str]) -> list[PlannedFile]:
         """Plan the files of the leaves. Leaves of different groups never share a file."""

@@ -58,7 +58,7 @@ class Source(Struct, frozen=True, gc=False):
     regions        the boxes that this process writes
     shard          the shape of the box on one device
     held_only_by   the process that alone holds the leaf; -1 if several processes hold it
-    is_first       whether this process writes the beginning of the leaf
+    writes_start   whether this process writes the beginning of the leaf
     """
 
     name: str
@@ -72,7 +72,7 @@ class Source(Struct, frozen=True, gc=False):
     regions: Sequence[Box] = ()
     shard: tuple[int, ...] | None = None
     held_only_by: int = 0
-    is_first: bool = True
+    writes_start: bool = True
 
     @property
     def itemsize(self) -> int:

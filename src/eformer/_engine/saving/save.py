@@ -151,7 +151,7 @@ class Save:
 
     def prepare(self, stack: ExitStack) -> None:
         """Begin the upload, which makes the directory of a first checkpoint. Refuse files of other programs."""
-        self.upload = self.format.begin(self.store, is_first=not self.format.check_place(self.store))
+        self.upload = self.format.begin(self.store, may_be_new=not self.format.check_place(self.store))
         stack.callback(self.upload.close)
 
     # ---------------------------------------------------------------------------------------- write

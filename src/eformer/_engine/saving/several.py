@@ -148,7 +148,7 @@ class SaveOfSeveral(Save):
             if process and source.held_only_by == process and number not in theirs:
                 meter.add(self.format.own_nbytes(source))
                 self.sources[number] = msgspec.structs.replace(
-                    source, whole=None, parts=(), regions=(), is_first=False
+                    source, whole=None, parts=(), regions=(), writes_start=False
                 )
         self.numbers = {source.name: number for number, source in enumerate(self.sources)}
 

@@ -122,7 +122,7 @@ class _Reader:
             if array.nbytes <= _COMPARED_BYTES:
                 self.own.update(to_bytes(array, dtype))
         if self.hosts.number:  # every process has one; the array of the first process is stored
-            return Source(name, dtype, array.shape, "numpy", is_first=False)
+            return Source(name, dtype, array.shape, "numpy", writes_start=False)
         if array.nbytes <= _COPIED_BYTES:
             return Source(name, dtype, array.shape, "numpy", None, None, to_bytes(array, dtype))
         interrupts.check()  # copies of large arrays take long, and nothing is owned yet
@@ -155,11 +155,11 @@ class _Reader:
         split = self.split(array)
         if self.hosts.count > 1 and array.nbytes <= _REPLICA_BYTES and split.is_everywhere:
             self.compare(name, array)
-        mine, is_first = self.mine(split, array.dtype.itemsize)
+        mine, writes_start = self.mine(split, array.dtype.itemsize)
         parts = [(box, _data(array, number)) for box, number in mine.items()]
         boxes = merged(list(mine))
         return Source(
-            name, dtype, shape, home, key, sharding, None, parts, boxes, split.shard, only, is_first
+            name, dtype, shape, home, key, sharding, None, parts, boxes, split.shard, only, writes_start
         )
 
     def compare(self, name: str, array: jax.Array) -> None:

@@ -168,7 +168,9 @@ class Store(Protocol):
     def open(self, names: Sequence[str], versions: Mapping[str, Version] | None = None) -> Files:
         """Open files for reading by number. Raise FileNotFoundError if a file in `versions` has been replaced since."""
 
-    def begin(self, root: str = "", token: str = "", *, save_id: str = "", is_first: bool = False) -> Upload:
+    def begin(
+        self, root: str = "", token: str = "", *, save_id: str = "", may_be_new: bool = False
+    ) -> Upload:
         """Begin an upload, or join the upload of another process by its `token`.
 
         `save_id` is in the names of all files. Without it the names are final.
@@ -176,8 +178,8 @@ class Store(Protocol):
         `root` is the directory that the files will be in, unless the commit moves them somewhere else; a bucket writes
         there directly.
 
-        The upload makes the place. `is_first` means that it holds no checkpoint yet. Then the directory is synced as
-        well, because another program may have made it and died before syncing it.
+        The upload makes the place. `may_be_new` means that no checkpoint is known to be there: the directory may not
+        exist, or another program may have made it and died before syncing it. Then the directory around it is synced.
         """
 
 
@@ -274,7 +276,7 @@ class Upload(Protocol):
         """Write many small files. Neighbours of one directory should follow each other."""
 
     def link(self, name: str, store: Store, entry: Entry) -> bool:
-        """Use a file of a checkpoint in another `store` again under a new name. Return False if it has to be written."""
+        """Use a file of a checkpoint in `store` again, under a new name. Return False if it has to be written."""
 
     def sync(self) -> None:
         """Return when all files written so far are complete and on stable storage."""
@@ -358,7 +360,7 @@ def update_file(
         after = change(index.data)
         return Change(index=lambda _: after)
 
-    with closing(store.begin(is_first=True)) as upload:
+    with closing(store.begin(may_be_new=True)) as upload:
         upload.commit(Commit(read, to_change, name, sweeps=sweep))
 
 

@@ -117,7 +117,7 @@ class BucketStore:
     # --------------------------------------------------------------------------------------- write
 
     def begin(
-        self, root: str = "", token: str = "", *, save_id: str = "", is_first: bool = False
+        self, root: str = "", token: str = "", *, save_id: str = "", may_be_new: bool = False
     ) -> BucketUpload:
         return BucketUpload(self.objects, self._path, root, token, save_id)
 

@@ -63,14 +63,14 @@ class NewFiles(Scratch):
 
     takes: Takes = "ranges"
 
-    def __init__(self, directory: Path, token: str = "", *, is_first: bool = False) -> None:
+    def __init__(self, directory: Path, token: str = "", *, may_be_new: bool = False) -> None:
         self.nbytes = 0
         self.passes_cache = False
         self.unsynced: list[str] = []  # complete files
         self.synced: list[str] = []  # their bytes are synced, only the directories are left
         self._made: set[str] = set()
         self._files: list[NewFile] = []
-        super().__init__(directory, token, is_first=is_first)
+        super().__init__(directory, token, may_be_new=may_be_new)
 
     def create(self, name: str, nbytes: int) -> NewFile:
         if self.nbytes > _SMALL_SAVE and not self._files:

@@ -34,8 +34,8 @@ class Scratch:
 
     journal: Journal | None = None
 
-    def __init__(self, directory: Path, token: str = "", *, is_first: bool = False) -> None:
-        if is_first:
+    def __init__(self, directory: Path, token: str = "", *, may_be_new: bool = False) -> None:
+        if may_be_new:
             make_directories(directory.parent)
             if not directory.parent.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))

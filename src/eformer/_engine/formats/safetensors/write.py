@@ -80,8 +80,8 @@ class SafetensorsDirectory(_Safetensors):
     def header_needs_digests(self) -> bool:
         return self.several
 
-    def begin(self, store: Store, token: str = "", *, is_first: bool = False) -> Upload:
-        return store.begin("", token, save_id=self.save_id, is_first=is_first)
+    def begin(self, store: Store, token: str = "", *, may_be_new: bool = False) -> Upload:
+        return store.begin("", token, save_id=self.save_id, may_be_new=may_be_new)
 
     # ---------------------------------------------------------------------------------------- plan
 
@@ -166,8 +166,8 @@ class _Index(ManifestIndex):
         new = [file.name for file in tree.files if f".{tree.save_id}{SUFFIX}" in file.name]
         kept = [file.name for file in tree.files if f".{tree.save_id}{SUFFIX}" not in file.name]
         names = plain_names(base_name(self.prefix), len(new))
-        is_first = not kept and self.prefix not in self.manifest.trees
-        if not (is_first and store.kinds().keys().isdisjoint(names)):
+        is_first_save = not kept and self.prefix not in self.manifest.trees
+        if not (is_first_save and store.kinds().keys().isdisjoint(names)):
             names = unique_names(names, tree.save_id)
         if any(name.endswith(PRIVATE) for name in kept):
             # Other readers cannot read the kept files, and must not take the new files for the whole tree.
@@ -253,8 +253,8 @@ class SafetensorsFile(_Safetensors):
     tensors: Mapping[str, str]
     overwrite: bool = False
 
-    def begin(self, store: Store, token: str = "", *, is_first: bool = False) -> Upload:
-        return store.begin("", token, is_first=is_first)
+    def begin(self, store: Store, token: str = "", *, may_be_new: bool = False) -> Upload:
+        return store.begin("", token, may_be_new=may_be_new)
 
     # ---------------------------------------------------------------------------------------- plan
 

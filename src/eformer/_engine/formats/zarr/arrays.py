@@ -72,7 +72,7 @@ class ZarrArrays:
     def own_nbytes(self, source: Source) -> int:
         return source.itemsize * sum(box.size for box in source.own_regions)
 
-    def begin(self, store: Store, token: str = "", *, is_first: bool = False) -> Upload:
+    def begin(self, store: Store, token: str = "", *, may_be_new: bool = False) -> Upload:
         directory = on_disk(store)
         if not self.has_index and directory is None:
             # A bucket cannot rename, so the arrays are written under their plain names.
@@ -83,12 +83,12 @@ class ZarrArrays:
             return store.begin(self.base if self.prefix else "")
         if not self.options.ocdbt:
             save_id = self.save_id if self.has_index else ""
-            return store.begin(self.root, token, save_id=save_id, is_first=is_first)
+            return store.begin(self.root, token, save_id=save_id, may_be_new=may_be_new)
         if directory is None:
             raise ValueError(
                 f"{store.url}: SaveOptions.ocdbt needs a local directory; save there, or without ocdbt"
             )
-        return DatabaseUpload(directory, token, mark=self.mark, process=self.process, is_first=is_first)
+        return DatabaseUpload(directory, token, mark=self.mark, process=self.process, may_be_new=may_be_new)
 
     # ---------------------------------------------------------------------------------------- plan
 
@@ -215,13 +215,13 @@ class _ArraysIndex(ManifestIndex):
         if not contents:
             return "", {}
         there = store.kinds().keys()
-        is_first = fmt.prefix not in index.listed()
-        if is_first and not fmt.prefix and not fmt.options.ocdbt and there.isdisjoint(contents):
+        is_first_save = fmt.prefix not in index.listed()
+        if is_first_save and not fmt.prefix and not fmt.options.ocdbt and there.isdisjoint(contents):
             return "", {name: name for name in contents}
         if not fmt.has_index and (not fmt.prefix or fmt.base in there):
             raise _not_told_apart(store, there & {fmt.base, *contents})
         plain = f"{fmt.base}.ocdbt" if fmt.options.ocdbt else fmt.base
-        root = plain if is_first and plain not in there and plain != "tree" else fmt.root
+        root = plain if is_first_save and plain not in there and plain != "tree" else fmt.root
         return root, {"": root}
 
     def _require_listed(self, contents: Sequence[str], store: Store) -> None:
