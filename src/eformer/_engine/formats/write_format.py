@@ -104,11 +104,11 @@ class WriteFormat(Protocol):
 
     def read_index(self, store: Store) -> FormatIndex: ...
 
-    def is_committed(self, store: Store, save_id: str) -> bool:
+    def may_be_committed(self, store: Store, save_id: str) -> bool:
         """Tell whether the index names a save; True if that cannot be known."""
 
 
-def is_committed(format: WriteFormat, store: Store, save_id: str) -> bool:  # noqa: A002
+def may_be_committed(format: WriteFormat, store: Store, save_id: str) -> bool:  # noqa: A002
     """Tell whether the index names a save. If it cannot be read, return True, so that no named file is removed."""
     try:
         return format.read_index(store).has_committed(save_id)

@@ -50,7 +50,7 @@ def commit_of(save: Save, entry: TreeEntry) -> Commit:
         fmt.index_name,
         entry.save_id,
         sweeps=True,
-        is_done=partial(may_be_committed, save),
+        may_be_committed=partial(may_be_committed, save),
     )
 
 
@@ -78,7 +78,7 @@ def may_be_committed(save: Save) -> bool:
     The data of a save that may be committed must stay.
     """
     with clearing_up():  # the deadline of the save may be over
-        return save.format.is_committed(save.store, save.entry.save_id)
+        return save.format.may_be_committed(save.store, save.entry.save_id)
 
 
 def _remove_signature(file: str, place: Store, upload: Upload) -> None:

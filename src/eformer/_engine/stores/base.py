@@ -231,13 +231,15 @@ class Change(Struct, frozen=True):
 
 
 class Commit(Struct, frozen=True):
-    """A commit, as an upload carries it out. In the order of calls: `read`, `change`, after an error `is_done`.
+    """A commit, as an upload carries it out. In the order of calls: `read`, `change`; after an error
+    `may_be_committed`.
 
-    read     reads the index, given the store of the place, or of the directory in which a new place is made
-    change   chooses final names, and makes the next index
-    name     the name of the index
-    sweeps   whether the remains of writers that died are removed, too
-    is_done  tells whether the index names the save; True if that cannot be known, or nothing has to be withdrawn
+    read               reads the index, given the store of the place, or of the directory in which a new place is made
+    change             chooses final names, and makes the next index
+    name               the name of the index
+    sweeps             whether the remains of writers that died are removed, too
+    may_be_committed   tells whether the index names the save; True if that cannot be known, or nothing has to be
+                       withdrawn
     """
 
     read: Callable[[Store], OldIndex]
@@ -245,7 +247,7 @@ class Commit(Struct, frozen=True):
     name: str = ""
     save_id: str = ""
     sweeps: bool = False
-    is_done: Callable[[], bool] = lambda: True
+    may_be_committed: Callable[[], bool] = lambda: True
 
 
 class Upload(Protocol):

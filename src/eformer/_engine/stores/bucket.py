@@ -266,7 +266,7 @@ class BucketUpload:
         try:
             change = self._swapped(commit, store)
         except BaseException:
-            if not commit.is_done():
+            if not commit.may_be_committed():
                 self._withdraw()
             raise
         tidy_up(change, store, self, self._finish)

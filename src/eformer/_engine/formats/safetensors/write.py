@@ -31,7 +31,7 @@ from eformer._engine.formats.safetensors.names import (
     unique_names,
 )
 from eformer._engine.formats.safetensors.read import is_ours, prefix_of_file, read_manifest
-from eformer._engine.formats.write_format import ManifestIndex, is_committed, other_format
+from eformer._engine.formats.write_format import ManifestIndex, may_be_committed, other_format
 from eformer._engine.record.digests import stamp_digest
 from eformer._engine.record.indexes import INDEX as ZARR_INDEX
 from eformer._engine.record.indexes import MANIFEST, ORBAX_TREE, PEFT_CONFIG, SAFETENSORS
@@ -136,7 +136,7 @@ class SafetensorsDirectory(_Safetensors):
         manifest, version = read_manifest(store)
         return _Index(manifest or Manifest(format=SAFETENSORS), version, self.prefix)
 
-    is_committed = is_committed
+    may_be_committed = may_be_committed
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +328,7 @@ class SafetensorsFile(_Safetensors):
     def read_index(self, store: Store) -> _NoIndex:
         return _NoIndex()
 
-    def is_committed(self, store: Store, save_id: str) -> bool:
+    def may_be_committed(self, store: Store, save_id: str) -> bool:
         try:
             trees = find(store.path_to(self.index_name)).manifest.trees
         except FileNotFoundError:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from eformer._engine.formats.write_format import ManifestIndex, is_committed, other_format
+from eformer._engine.formats.write_format import ManifestIndex, may_be_committed, other_format
 from eformer._engine.formats.zarr.layout import plan_arrays
 from eformer._engine.formats.zarr.read import array_at, discover, read_index, structure_of
 from eformer._engine.record.by_process import ProcessRecord
@@ -146,7 +146,7 @@ class ZarrArrays:
         manifest = index.manifest(store.path_to(INDEX)) if index else Manifest(format=FORMAT)
         return _ArraysIndex(manifest, version, self, index)
 
-    is_committed = is_committed
+    may_be_committed = may_be_committed
 
 
 @dataclass(frozen=True, slots=True)
