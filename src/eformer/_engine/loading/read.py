@@ -139,7 +139,7 @@ class Reading:
 
 
 def require_unchanged(tree: TreeEntry, files: Files) -> None:
-    """Raise if a file was written to while it was read, and has no digests that would detect this."""
+    """Raise if another program wrote to a file without digests while it was read."""
     if not tree.has_digests and (name := files.rewritten()):
         raise FileNotFoundError(f"{name} was written to while it was being read")
 

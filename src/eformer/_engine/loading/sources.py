@@ -266,7 +266,7 @@ class TreeReader:
             return self.opened
 
     def require_unchanged(self) -> None:
-        """Raise if a file was written to while it was read, and has no digests that would detect this."""
+        """Raise if another program wrote to a file without digests while it was read."""
         if self.opened:
             with reading(self.found):
                 require_unchanged(self.tree, self.opened)

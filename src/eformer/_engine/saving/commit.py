@@ -1,6 +1,13 @@
-"""The record that a save begins with, and the commit of that record: the index is replaced, and names the tree.
+"""Begin the record of a save, and decide its commit, which the upload carries out. On a disk:
 
-Every step leaves one whole checkpoint in the directory.
+    lock the directory; read the index; remove the scratch directories of dead saves
+    `_change`: call the fence, choose final names, make the next index
+    rename the new files, sync the directory, replace the index            readers find the save from here on
+    remove replaced directories, then `tidy`: files that the index no longer names, and the old signature
+
+A new directory is made complete in the scratch directory, and its rename is the commit. A single file has no index: its
+rename is the commit. A bucket has no lock: the index is read, changed and replaced on the condition that it has not
+changed, again and again.
 """
 
 from __future__ import annotations
@@ -42,7 +49,7 @@ def new_entry(
 
 
 def commit_of(save: Save, entry: TreeEntry) -> Commit:
-    """Return the commit of a tree, for the upload to carry out."""
+    """Describe the commit of a tree: functions that the upload calls, and the name of the index."""
     fmt = save.format
     return Commit(
         fmt.read_index,
@@ -56,8 +63,8 @@ def commit_of(save: Save, entry: TreeEntry) -> Commit:
 
 def _change(save: Save, entry: TreeEntry, index: FormatIndex, store: Store) -> Change:
     interrupts.check()
-    # Here, under the lock or the lease: a check before it could be outdated when the index is replaced, and a job that
-    # another job has replaced must not commit.
+    # Here, not earlier: on a disk this runs under the lock, in a bucket again for each new index. A check before it
+    # could be outdated, and a job that another job has replaced must not commit.
     if save.fence:
         save.fence()
     change = index.change_for(entry, store, save.upload)
@@ -82,7 +89,7 @@ def may_be_committed(save: Save) -> bool:
 
 
 def _remove_signature(file: str, place: Store, upload: Upload) -> None:
-    """Remove the signature of the checkpoint that was replaced, by which this one counts as altered."""
+    """Remove the signature of the replaced checkpoint: by it, the new checkpoint would look altered."""
     name = signature_name(file)
     if place.is_file(name):
         upload.remove([name])

@@ -1,5 +1,8 @@
 """A save by several processes: they agree on one tree and one directory, each writes its boxes, the first commits.
 
+If a process dies, the other processes raise an error after the timeout, or when JAX notices it. Nothing is committed
+unless the first process already commits.
+
 The processes meet twice, and exchange small messages. Each process stores the record of its bytes and digests beside
 the bytes (`ProcessRecord`), and sends only the names of its files to the first process.
 """
@@ -67,7 +70,7 @@ class SaveOfSeveral(Save):
     # -------------------------------------------------------------------------------------- prepare
 
     def prepare(self, stack: ExitStack) -> None:
-        """Agree with the other processes on one tree, one save id, and one directory, which the first process makes."""
+        """Agree with the other processes on one tree, one save id and one upload, which the first process begins."""
         self._stack = stack
         mine, lines = _described(self)
         self.agreed = _decode_agreed(self.hosts.meet(_encode(mine), partial(self._agree, mine, lines)))

@@ -231,7 +231,7 @@ class _Reader:
         return found
 
     def mine(self, split: _Split, itemsize: int) -> tuple[dict[Box, int], bool]:
-        """Return the boxes that this process writes, and whether one of them is the first.
+        """Return the boxes that this process writes, and whether it writes the start of the array.
 
         If several processes hold a box, the process with the least to write so far writes it.
         """

@@ -53,7 +53,9 @@ def save(
     overwrite: bool = False,
     progress: Progress = None,
 ) -> str:
-    """Save `tree` to `path`, atomically and durably. On any error the previous checkpoint is left intact.
+    """Save `tree` to `path`, atomically and durably.
+
+    After an error the path holds the previous checkpoint or, if only the last sync failed, the whole new one.
 
     tree        any pytree. Do not write to its numpy arrays meanwhile; `save_async` copies them
     path        a directory, which holds one tree for each prefix, or one file if it ends in ".safetensors". It may
@@ -141,11 +143,11 @@ def start(
     first: Callable[[Any], Any] | None = None,
     hosts: Hosts | None = None,
 ) -> Save:
-    """Prepare a save up to the point where it can be completed. With `detach`, it no longer needs the caller's arrays.
+    """Take the arrays from the caller, and return a save that can be completed.
 
-    Without an index, the arrays are written as if by another program. `first` is called on the tree: if it raises, the
-    save fails with that error in every process. `hosts` are the processes that save together; by default
-    `SaveOptions.processes`.
+    With `detach`, it no longer needs the caller's arrays. Without an index, the arrays are written as if by another
+    program. `first` is called on the tree: if it raises, the save fails with that error in every process. `hosts` are
+    the processes that save together; by default `SaveOptions.processes`.
     """
     hosts = hosts or _hosts.current("saves", options.processes, options.timeout)
     with _hosts.told_to_all(hosts), store_options_of(options, path):

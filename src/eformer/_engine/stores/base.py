@@ -209,7 +209,7 @@ class Change(Struct, frozen=True):
     manifest   the manifest in the next index
     replaced   directories that are removed once the index is in place
     unmarked   the files that describe new arrays without the mark of their save, which identify them for a later save
-    tidy       removes files that the next index no longer names, and updates indexes for other readers
+    tidy       removes files that the next index no longer names, and updates Hugging Face indexes
     """
 
     moves: Mapping[str, str] = {}

@@ -125,8 +125,8 @@ class _Removal:
         return bool(self._mark) or any(one.startswith(f"{path}/") for one in self._paths[first : first + 1])
 
     def _remove_here(self, folder: Directory, path: str, kinds: Mapping[str, Kind]) -> bool:
-        """Return whether the directory itself is an array or a database of this save. Remove it if its user and
-        description allow."""
+        """Return whether the directory itself is an array or a database of this save. Remove it if the file
+        that describes it is meant."""
         if _mark_of_database(folder, kinds) == self._mark:
             if self._is_meant(folder, path, DATABASE_MARK):
                 _remove_database(folder, kinds)
@@ -138,8 +138,8 @@ class _Removal:
         return True
 
     def _is_meant(self, folder: Directory, path: str, name: str) -> bool:
-        """Tell whether the file that describes an array belongs to the user and, without a mark, is the described
-        file."""
+        """Tell whether the file that describes an array belongs to the user, if one is given, and without a mark is
+        the described file."""
         status = folder.status(name)
         if self._user is not None and (status is None or status.st_uid != self._user):
             return False

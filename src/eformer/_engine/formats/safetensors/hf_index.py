@@ -1,4 +1,4 @@
-"""Write `model.safetensors.index.json`, for readers that know safetensors and not the manifest."""
+"""Write the Hugging Face index, `model.safetensors.index.json`, for readers that do not know the manifest."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ logger = logging.getLogger("eformer")
 
 
 def bring_up_to_date(store: Store, there: Mapping[str, Kind], upload: Upload, manifest: Manifest) -> set[str]:
-    """Write or remove the index of every tree. `there` lists the directory. Return the names that the files of the
-    trees begin with."""
+    """Write or remove the Hugging Face index of every tree. `there` lists the directory. Return the names that the
+    files of the trees begin with."""
     trees = _by_base(manifest)
     for base, tree in trees.items():
         _update(store, upload, there, base, tree)
@@ -46,7 +46,7 @@ def _by_base(manifest: Manifest) -> dict[str, TreeEntry]:
 
 
 def _update(store: Store, upload: Upload, there: Mapping[str, Kind], base: str, tree: TreeEntry) -> None:
-    """Write the index of a tree with several files or an unusual file name; remove it from other trees."""
+    """Write the Hugging Face index of a tree with several files or an unusual file name; remove it from other trees."""
     index = base + INDEX_SUFFIX
     saved, version = save_of_index(store, index, there.get(index))
     if saved is None and version is not None:

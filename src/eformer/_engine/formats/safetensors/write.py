@@ -196,7 +196,7 @@ def _tidy(manifest: Manifest, store: Store, upload: Upload) -> None:
 
 
 def _bring_up_to_date_without_locks(manifest: Manifest, store: Store, upload: Upload) -> None:
-    """Write the indexes for other readers, again and again until the manifest did not change while they were written:
+    """Write the Hugging Face indexes, again and again until the manifest did not change while they were written:
     the last of several concurrent saves leaves indexes that match."""
     while True:
         try:
