@@ -39,7 +39,7 @@ from eformer._engine.loading.sources import Source as LoadSource
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.digests import Hasher
 from eformer._engine.record.indexes import MANIFEST
-from eformer._engine.record.manifest import Manifest, Receipt, RecordedSharding, weight_of
+from eformer._engine.record.manifest import Manifest, Receipt, RecordedSharding, coverage_of
 from eformer._engine.record.options import SaveOptions
 from eformer._engine.record.owners import OwnedLeaves, Owners
 from eformer._engine.record.planned import Source
@@ -248,9 +248,9 @@ def _add_others(case: Case, first: SaveOfSeveral, receipts: dict[int, Receipt]) 
     like = receipts[last]
     (file,) = like.files
     expected = sum(
-        weight_of(name, int(np.prod(case.shape(leaf)))) for leaf, name in enumerate(names_of(case))
+        coverage_of(name, int(np.prod(case.shape(leaf)))) for leaf, name in enumerate(names_of(case))
     )
-    missing = expected - sum(receipt.weight for receipt in receipts.values())
+    missing = expected - sum(receipt.coverage for receipt in receipts.values())
     data = Path(first.upload.data.path)
     for writer in range(case.writers):
         if writer in receipts:
@@ -260,7 +260,7 @@ def _add_others(case: Case, first: SaveOfSeveral, receipts: dict[int, Receipt]) 
         receipts[writer] = msgspec.structs.replace(
             like,
             files=[msgspec.structs.replace(file, name=name)],
-            weight=missing % 2**64,
+            coverage=missing % 2**64,
             owners=moved(case, like.owners, writer),
         )
         missing = 0
