@@ -69,7 +69,7 @@ def _change(save: Save, entry: TreeEntry, index: FormatIndex, store: Store) -> C
         save.fence()
     change = index.change_for(entry, store, save.upload)
     if change.index is not None and index.version is None:
-        return change  # the first checkpoint here: nothing is replaced, and no signature can be out of date
+        return change  # the first index here: nothing is replaced, and no signature can be out of date
 
     def tidy(store: Store, upload: Upload) -> None:
         if change.tidy:
@@ -80,9 +80,9 @@ def _change(save: Save, entry: TreeEntry, index: FormatIndex, store: Store) -> C
 
 
 def may_be_committed(save: Save) -> bool:
-    """Tell, after an error, whether the index names the save; True if the index cannot be read.
+    """Tell, after an error, whether readers find the save; True if the index cannot be read.
 
-    The data of a save that may be committed must stay.
+    The files of a save that may be committed must stay.
     """
     with clearing_up():  # the deadline of the save may be over
         return save.format.may_be_committed(save.store, save.entry.save_id)

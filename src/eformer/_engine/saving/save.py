@@ -8,7 +8,8 @@ save of several processes: they agree before the write, and the first process co
     commit    lock the directory, rename the files to their final names, replace the index, remove replaced files
 
 An error before the index is replaced removes the scratch directory. A killed process leaves it, and the next save to
-the directory removes it. A power cut leaves the old index or the new one, and all files that it names.
+the directory removes it. A power cut leaves the old index or the new one, and all files that it names. In a bucket,
+objects are written under their final names, and no index names them before the commit.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ class Save:
         On a disk a new directory appears at the commit.
         """
         self.upload = self.format.begin(self.store, may_be_new=not self.format.check_place(self.store))
-        stack.callback(self.upload.close)
+        stack.callback(self.upload.close)  # removes the new files if they were not committed
 
     # ---------------------------------------------------------------------------------------- write
 
