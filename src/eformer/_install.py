@@ -2,6 +2,8 @@
 
 The distribution `eformer` has the import name of `eformer-checkpoint`, and pip does not know that. The second package
 to be installed overwrites files of the first, and removing either package removes files of both.
+
+Tests: tests/package/test_install.py.
 """
 
 import os

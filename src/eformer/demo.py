@@ -1,5 +1,8 @@
 """Demonstrate eformer: save a training state, load it on another mesh, convert it, detect a flipped bit, and kill a
-training run and resume it."""
+training run and resume it.
+
+Tests: tests/cli/test_changes.py.
+"""
 
 from __future__ import annotations
 

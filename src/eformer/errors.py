@@ -17,6 +17,8 @@ EformerError
 │   └── ProcessTimeoutError         another process did not answer in time; also a TimeoutError
 ├── SupersededError  (RuntimeError) another job has become the writer of a run
 └── LeaseLostError   (RuntimeError) a save to a bucket took so long that another save removed its files
+
+Tests: tests/engine/loading/test_partial.py, tests/engine/loading/test_fetch.py.
 """
 
 from __future__ import annotations

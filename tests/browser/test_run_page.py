@@ -237,3 +237,53 @@ def test_a_step_that_became_nan_and_a_metric_that_is_not_finite_are_marked(tmp_p
     assert "step-3: 1 leaf became NaN or Inf" in page.js(
         "return document.querySelector('.notes').textContent"
     )
+
+
+@pytest.mark.parametrize(
+    ("numbers", "labels"),
+    [
+        (range(100_000, 100_900, 100), [f"{100_000 + n:,}" for n in range(0, 900, 100)]),
+        (range(1000, 9000, 1000), [f"{n}k" for n in range(1, 9)]),
+        ([10**17, 10**17 + 16], None),  # next to each other as doubles
+    ],
+    ids=["near each other", "round", "beyond the integers of a double"],
+)
+def test_labels_of_the_axis_differ_and_end(browser, tmp_path, numbers, labels):
+    save(tmp_path / "run", *numbers)
+    checkpoint.report(tmp_path / "run").save(tmp_path / "run.html")
+    page = Page(browser).open((tmp_path / "run.html").as_uri())
+    shown = page.js(
+        "return [...document.querySelector('.axis-labels').children].map((one) => one.textContent)"
+    )
+    assert len(set(shown)) == len(shown)
+    assert labels is None or shown == labels
+
+
+@pytest.mark.parametrize("chosen", ["#smoothing", "#theme", "table.steps tbody a"])
+def test_the_focus_stays_while_steps_appear(live, run, chosen):
+    live.js("document.querySelector(arguments[0]).focus()", chosen)
+    known = "return document.activeElement.id || document.activeElement.getAttribute('href')"
+    before = live.js(known)
+    assert before
+    save(run, 6)
+    live.until(lambda: "step-6" in steps(live))
+    assert live.js(known) == before
+
+
+def test_a_server_that_refuses_to_show_the_run_is_not_called_live(live):
+    live.js("window.fetch = async () => new Response('', { status: 403 })")
+    live.shows("The server refuses to show the run (403).")
+    live.until(lambda: live.js("return document.getElementById('live').textContent").startswith("not live"))
+
+
+def test_names_of_metrics_and_rules_are_text_and_no_markup(browser, tmp_path):
+    names = ["<img src=x onerror=document.title='x'>", "__proto__", "\"'&amp;%3Cb%3E", "مرحبا\u202e", "100 %"]
+    with checkpoint.Run(tmp_path / "run", every=1, keep=Keep(best=3, by=names[0])) as run:
+        for number in range(1, 4):
+            run.after(number, {"w": np.ones(2)}, metrics=dict.fromkeys(names, float(number)))
+    checkpoint.report(tmp_path / "run").save(tmp_path / "run.html")
+    page = Page(browser).open((tmp_path / "run.html").as_uri())
+    shown = page.js("return [...document.querySelectorAll('figcaption bdi')].map((one) => one.textContent)")
+    assert shown[:5] == [*names[:3], "مرحبا\\u202e", names[4]]
+    assert page.js("return document.querySelectorAll('img').length") == 0
+    assert f"keeps the best 3 by {names[0]} (min)" in page.text()

@@ -440,6 +440,13 @@ def test_errors_of_usage_look_like_all_errors():
     assert run("ls", code=2).stderr.endswith("\n\nerror: missing argument 'PATH'\n")
 
 
+def test_the_help_of_a_program_without_arguments_is_no_error():
+    shown = run(code=2).stderr
+    assert "error:" not in shown
+    assert shown.count("eformer [OPTIONS] COMMAND") == 1
+    assert "\n  inspect  Show format" in shown
+
+
 def test_help_shows_examples_as_they_are_typed():
     shown = run("convert", "--help").stdout
     assert "\n  eformer convert ./orbax/100 ./checkpoint --to zarr\n" in shown

@@ -1,4 +1,7 @@
-"""Open a page in a browser, if there is one."""
+"""Open a page in a browser, if there is one.
+
+Tests: tests/cli/test_report.py.
+"""
 
 from __future__ import annotations
 

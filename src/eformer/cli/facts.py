@@ -1,4 +1,7 @@
-"""Collect facts about a checkpoint as plain values, for the terminal and for `--json`."""
+"""Collect facts about a checkpoint as plain values, for the terminal and for `--json`.
+
+Tests: tests/cli/test_commands.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Options that several commands have."""
+"""Options that several commands have.
+
+Tests: tests/cli/test_steps.py.
+"""
 
 from __future__ import annotations
 

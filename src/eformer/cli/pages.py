@@ -1,4 +1,7 @@
-"""The commands `eformer report` and `eformer serve`: a checkpoint or a run as a page for a browser."""
+"""The commands `eformer report` and `eformer serve`: a checkpoint or a run as a page for a browser.
+
+Tests: tests/cli/test_report.py, tests/cli/test_serve.py.
+"""
 
 from __future__ import annotations
 

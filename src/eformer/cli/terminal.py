@@ -1,4 +1,7 @@
-"""Show facts about a checkpoint on a terminal."""
+"""Show facts about a checkpoint on a terminal.
+
+Tests: tests/cli/test_commands.py, tests/cli/test_steps.py.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 The code of runs names, lists and removes these checkpoints. The documentation of the Checkpointer asks for three other
 rules, which this module has: a checkpoint under any name counts if it has a `metadata.json`; a damaged newest
 checkpoint is skipped with a warning; and a temporary checkpoint is removed when a newer one is finished.
+
+Tests: tests/serialization/test_checkpointer.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The documented manager, which translates its arguments into saves and loads of the engine."""
+"""The documented manager, which translates its arguments into saves and loads of the engine.
+
+Tests: tests/serialization/test_manager_save.py, tests/serialization/test_manager_load.py,
+tests/serialization/test_manager_files.py.
+"""
 
 from __future__ import annotations
 

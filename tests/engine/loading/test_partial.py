@@ -1,5 +1,6 @@
 """Loads that take a part of a checkpoint, or change it on the way."""
 
+import ast
 import functools
 import logging
 import time
@@ -117,6 +118,45 @@ def test_a_mismatch_says_which_argument_would_help(pretrained, like, advice):
         load(path, like=like)
     assert error.value.advice == advice
     assert str(error.value).endswith(advice)
+
+
+@pytest.mark.parametrize(
+    ("saved", "like", "rename"),
+    [
+        ({"a": {"x": 0, "y": 0}}, {"a": {"x": 0}, "b": {"y": 0}}, None),  # the rule would take a.x away
+        ({"a": {"z": 0, "w": 0}, "b": {"z": 0}}, {"b": {"z": 0, "w": 0}}, None),  # two leaves would be b.z
+        ({"q": {"x": 0}}, {"b": {"x": 0}}, {r"q\.(.*)": r"a.\1"}),  # the rule would replace this one
+        ({"a": {"x": 0}}, {"b | transpose": {"x": 0}}, None),
+        ({"a": {"x": 0}}, {" b": {"x": 0}}, None),
+    ],
+    ids=["leaves on both sides", "names in use", "with rules", "a step", "a space"],
+)
+def test_no_rule_is_advised_that_would_not_help(tmp_path, saved, like, rename):
+    save(saved, tmp_path / "x")
+    with pytest.raises(MismatchError) as error:
+        load(tmp_path / "x", like=like, rename=rename)
+    assert "rename= gives leaves of the checkpoint other names" in error.value.advice
+    assert "would find" not in error.value.advice
+
+
+def test_the_hint_of_a_mismatch_is_a_leaf_that_has_no_counterpart_either(tmp_path):
+    layers = {str(n): {"kernel": 0} for n in range(4)}
+    save({"layers": layers}, tmp_path / "x")
+    with pytest.raises(MismatchError) as error:
+        load(tmp_path / "x", like={"layers": layers | {"0": {"kernal": 0}}})
+    missing, unexpected = error.value.problems
+    assert "'layers.0.kernal' (nearest is 'layers.0.kernel')" in missing
+    assert "'layers.0.kernel' (nearest is 'layers.0.kernal')" in unexpected
+
+
+@pytest.mark.parametrize("names", [("a.b", "b%"), ("a(", "b\\g"), ("a", "b{0}")])
+def test_the_advised_rule_helps_names_with_any_characters(tmp_path, names):
+    old, new = names
+    save({old: {"x": 1, "y": 2}}, tmp_path / "x")
+    with pytest.raises(MismatchError) as error:
+        load(tmp_path / "x", like={new: {"x": 0, "y": 0}})
+    rule = ast.literal_eval(error.value.advice.partition("rename=")[2].partition(" would")[0])
+    assert load(tmp_path / "x", like={new: {"x": 0, "y": 0}}, rename=rule) == {new: {"x": 1, "y": 2}}
 
 
 @pytest.mark.parametrize(

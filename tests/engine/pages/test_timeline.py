@@ -132,3 +132,31 @@ def test_series_are_counted_apart_on_every_page_as_prune_counts_them(tmp_path):
     live._look()
     assert live.news().removed == {*removed}
     live.close()
+
+
+def test_a_run_with_rules_whose_steps_are_all_damaged_still_has_a_page(tmp_path):
+    with Run(tmp_path, every=1, keep=2) as run:
+        for step in (1, 2):
+            run.after(step, {"w": np.ones(2)})
+    for step in checkpoint.steps(tmp_path):
+        (tmp_path / step.name / "manifest.json").write_bytes(b"{")
+    steps = of(tmp_path)
+    assert all(step["problem"] and not step["is_removed"] for step in steps.values())
+    assert steps == of(tmp_path, keep=1)
+
+
+def test_a_page_that_follows_a_run_forgets_what_older_rules_would_remove(tmp_path):
+    for step in (1, 2, 3):
+        checkpoint.save({"w": np.ones(2)}, tmp_path / f"step-{step}")
+    with Run(tmp_path, keep=2) as run:
+        run.resume()
+    live = LiveRun(str(tmp_path))
+    live._look()
+    assert live.news().removed == {"step-1"}
+    with Run(tmp_path) as run:
+        run.resume()
+        run.save(4, {"w": np.ones(2)})
+    live._look()
+    assert (*live.news().removed,) == ()
+    assert live.news().reasons == {}
+    live.close()

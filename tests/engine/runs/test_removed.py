@@ -1,14 +1,17 @@
 """What a run remembers beside its steps: its rules, and the metrics of removed steps."""
 
 import json
+import shutil
 from datetime import timedelta
 
 import numpy as np
 import pytest
 
+from contracts.bucket import forget
 from eformer import checkpoint
 from eformer._engine.runs import removed
 from eformer.checkpoint import Every, Keep, Run
+from support.bucket_faults import hooked
 
 
 def train(path, numbers, *, loss=lambda step: 1 / step, **options):
@@ -17,6 +20,13 @@ def train(path, numbers, *, loss=lambda step: 1 / step, **options):
             run.resume()
         for step in numbers:
             run.after(step, {"w": np.full(2, step)}, metrics={"loss": loss(step)})
+
+
+@pytest.fixture
+def bucket(tmp_path):
+    found = f"memory://removed-steps/{tmp_path.name}"
+    yield found
+    forget(found)
 
 
 def facts(path):
@@ -68,6 +78,59 @@ def test_the_file_of_removed_steps_stays_small_and_survives_lines_of_others(tmp_
     assert max(past(tmp_path)) == 38
 
 
+def test_the_oldest_removed_steps_are_thinned_no_more_than_the_newest(monkeypatch):
+    monkeypatch.setattr(removed, "_MOST_BYTES", 4000)
+    known = {}
+    for number in range(1, 2001):
+        known = removed._parsed(removed._bounded(known | {number: {"loss": 1 / number}}))
+    assert (min(known), max(known)) == (1, 2000)
+    assert sum(number <= 1000 for number in known) > len(known) / 8
+
+
+@pytest.mark.parametrize("count", range(1, 12))
+def test_half_of_few_removed_steps_is_fewer_and_has_the_last(count):
+    numbers = [n * n for n in range(count)]
+    found = [*removed._thinned(numbers)]
+    assert found[-1] == numbers[-1]
+    assert len(found) <= max(1, count // 2)
+    assert set(found) <= set(numbers)
+
+
+def test_a_metric_whose_name_is_no_text_stops_no_removal(tmp_path, caplog):
+    with Run(tmp_path, every=1, keep=1) as run:
+        for step in range(1, 4):
+            run.after(step, {"w": np.ones(2)}, metrics={"lo\ud800ss": 1.0, "loss": step})
+    assert [step.number for step in checkpoint.steps(tmp_path)] == [3]
+    assert past(tmp_path) == {1: {"loss": 1.0}, 2: {"loss": 2.0}}
+    assert not caplog.records
+
+
+def test_a_run_whose_steps_were_removed_by_hand_starts_without_their_metrics(tmp_path):
+    train(tmp_path, range(1, 5), loss=lambda step: 9)
+    for step in checkpoint.steps(tmp_path):
+        shutil.rmtree(step.path)
+    train(tmp_path, [1])
+    assert past(tmp_path) == {}
+
+
+@pytest.mark.parametrize(("metrics", "expected"), [({"loss": 1.0}, ["read", "write"]), (None, [])])
+def test_a_save_in_a_bucket_asks_for_the_file_of_removed_steps_once(bucket, metrics, expected):
+    asked = []
+
+    def note(operation, key):
+        if key.endswith(removed.REMOVED_FILE):
+            asked.append(operation)
+
+    with Run(bucket, every=1, keep=1) as run:
+        for step in range(1, 4):
+            run.after(step, {"w": np.ones(2)}, metrics=metrics)
+        run.wait()
+        with hooked(note):
+            run.after(4, {"w": np.ones(2)}, metrics=metrics)
+            run.wait()
+    assert asked == expected
+
+
 # ---------------------------------------------------------------------------------------------- rules
 
 
@@ -102,3 +165,35 @@ def test_rules_of_a_newer_version_do_not_void_the_claim_of_its_job(tmp_path):
         run.after(1, {"w": np.ones(2)})
     assert facts(tmp_path)["own"] is None
     assert [step.number for step in checkpoint.steps(tmp_path)] == [1]
+
+
+def test_rules_with_a_field_of_a_newer_version_are_not_read_as_other_rules(tmp_path):
+    train(tmp_path, range(1, 4), keep=3)
+    claim = json.loads((tmp_path / "run.json").read_bytes())
+    for more, rules in (({"unless": None}, ["the last 1"]), ({"unless": "pinned"}, [])):
+        claim["rules"]["keep"] = [{"last": 1} | more]
+        (tmp_path / "run.json").write_text(json.dumps(claim))
+        found = facts(tmp_path)
+        assert (found["rules"], found["own"] is None) == (rules, not rules)
+    assert not any(step["is_removed"] for step in found["steps"])
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [Keep(at=range(100_000)), [Keep(last=1, hours=float("inf"))], Keep(last=2**70)],
+    ids=["long", "infinite", "big"],
+)
+def test_rules_that_have_no_place_in_a_small_file_are_not_recorded_and_do_not_void_the_claim(tmp_path, keep):
+    train(tmp_path, range(1, 4), keep=keep)
+    assert (tmp_path / "run.json").stat().st_size < 20_000
+    found = facts(tmp_path)
+    assert found["rules"] in ([], [f"the last {2**70}"])
+    assert len(found["steps"]) == 3
+
+
+def test_a_rule_with_many_numbers_says_how_many_it_does_not_show(tmp_path):
+    rule = {"every": Every(at=range(1, 13)), "keep": Keep(at=range(1, 13))}
+    train(tmp_path, [1], **rule)
+    found = facts(tmp_path)
+    assert found["own"]["every"] == ["at 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 2 more"]
+    assert found["rules"] == ["1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 2 more"]

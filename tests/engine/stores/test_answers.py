@@ -19,10 +19,8 @@ def server():
         yield server
 
 
-def answer(code):
-    return (
-        f"<Error><Code>{code}</Code><Message>why</Message><RequestId>raw-answer</RequestId></Error>".encode()
-    )
+def answer(code, message="why"):
+    return f"<Error><Code>{code}</Code><Message>{message}</Message><RequestId>raw-answer</RequestId></Error>".encode()
 
 
 CALLS = {
@@ -54,11 +52,82 @@ def test_a_refusal_is_a_permission_error_with_the_code_of_the_server(server, cal
     assert "raw-answer" not in str(raised.value)
 
 
-@pytest.mark.parametrize(("status", "body"), [(301, b""), (400, answer("AuthorizationHeaderMalformed"))])
-def test_a_bucket_in_another_region_asks_for_the_region(server, status, body):
+WRONG = "the region 'us-east-1' is wrong; expecting 'eu-west-1'"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (301, b"", "$"),
+        (400, answer("AuthorizationHeaderMalformed", WRONG), r" \(Auth.*expecting 'eu-west-1'\)$"),
+    ],
+    ids=["redirect", "region"],
+)
+def test_a_bucket_in_another_region_asks_for_the_region_that_the_server_names(server, status, body, said):
     server.refuse_with = status, body
-    with pytest.raises(OSError, match="the bucket lies in another region; set AWS_REGION"):
+    message = f"the bucket lies in another region; set AWS_REGION or the store option region{said}"
+    with pytest.raises(OSError, match=message):
         checkpoint.load("s3://words/x")
+
+
+REFUSALS = {
+    "no key": (
+        400,
+        "AuthorizationHeaderMalformed",
+        "a non-empty Access Key must be provided",
+        "be provided$",
+    ),
+    "clock": (403, "RequestTimeTooSkewed", "too large", "set the clock of this machine$"),
+    "archive": (403, "InvalidObjectState", "storage class", "in an archive; restore it from there first$"),
+    "old login": (400, "ExpiredToken", "The token has expired", "credentials have expired; renew them$"),
+}
+
+
+@pytest.mark.parametrize(("status", "code", "said", "remedy"), REFUSALS.values(), ids=REFUSALS)
+def test_a_refusal_names_the_remedy_of_its_code_alone(server, status, code, said, remedy):
+    server.refuse_with = status, answer(code, said)
+    with pytest.raises(OSError, match=f"{code}: .*{remedy}") as raised:
+        checkpoint.load("s3://words/x")
+    assert not any(wrong in str(raised.value) for wrong in ("AWS_REGION", "what they may do"))
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"error": "invalid_grant", "error_description": "revoked"}', '"error_description": "revoked"'),
+        (
+            b"<html><style>p {}</style><body>blocked by\n the <b>proxy</b></body>" + b"x" * 2000,
+            "by the proxy x+",
+        ),
+        (
+            b"<Error><Code>AccessDenied</Code><Details>billing is disabled</Details></Error>",
+            "billing is disabled",
+        ),
+    ],
+    ids=["json", "page of a proxy", "details"],
+)
+@pytest.mark.parametrize("status", [400, 403])
+def test_an_answer_in_another_form_is_not_hidden(server, status, body, words):
+    server.refuse_with = status, body
+    with pytest.raises(OSError, match=words) as raised:
+        checkpoint.load("s3://words/x")
+    assert len(str(raised.value)) < 600
+    assert "p {}" not in str(raised.value)
+
+
+@pytest.mark.parametrize("key", ["latest/meta-data/x", "metadata/identity/x", "computeMetadata/x"])
+def test_a_key_like_the_path_of_a_service_of_credentials_is_not_taken_for_it(key):
+    text = f"Error performing GET https://b.s3.amazonaws.com/{key} in 1 ms - status code: 500 Oh: "
+    with pytest.raises(OSError, match=f"s3://b/{key}: the request to look it up failed after .*: 500 Oh$"):
+        failing(text).head(key)
+
+
+def failing(text):
+    class Client:
+        async def head_async(self, key):
+            raise exceptions.GenericError(f"Generic error: {text}")
+
+    return Objects(Client(), "s3://b")
 
 
 def test_other_answers_keep_their_code_and_their_message(server):
@@ -75,18 +144,30 @@ ASKED = {
 }
 
 
+IN_VAIN = {
+    "nothing there": ("HTTP error", r"the role of this machine \(its service did not answer\);"),
+    "black hole": (
+        "HTTP error: operation timed out",
+        r"the role of this machine \(its service did not answer\);",
+    ),
+    "no role": (
+        "Server returned non-2xx status code: 404 Not Found: ",
+        r"the role of this machine \(its service answered 404 Not Found\);",
+    ),
+}
+
+
+@pytest.mark.parametrize(("end", "looked"), IN_VAIN.values(), ids=IN_VAIN)
 @pytest.mark.parametrize("cloud", ASKED)
-def test_without_credentials_they_are_asked_for_by_name(cloud):
+def test_without_credentials_they_are_asked_for_by_name(cloud, end, looked):
     address, variable = ASKED[cloud]
 
     class Client:
         async def head_async(self, key):
-            raise exceptions.GenericError(
-                f"Generic error: Error performing PUT {address} in 1 ms - HTTP error"
-            )
+            raise exceptions.GenericError(f"Generic error: Error performing PUT {address} in 1 ms - {end}")
 
     with pytest.raises(
-        PermissionError, match=f"{cloud}://b: no credentials found: looked in .*{variable}.*; set"
+        PermissionError, match=f"{cloud}://b: no credentials found: looked in .*{variable}.*{looked} set"
     ):
         Objects(Client(), f"{cloud}://b").head("x")
 

@@ -1,4 +1,7 @@
-"""Compress and decompress: zstd, and the codecs of zarr chunks that other programs wrote."""
+"""Compress and decompress: zstd, and the codecs of zarr chunks that other programs wrote.
+
+Tests: tests/engine/formats/test_zarr.py, tests/engine/formats/test_hostile_arrays.py, tests/compat/test_zarr_python.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Find the checkpoint at a path, in any format and by any program."""
+"""Find the checkpoint at a path, in any format and by any program.
+
+Tests: tests/engine/loading/test_load.py, tests/engine/formats/test_safetensors_others.py,
+tests/engine/stores/test_bucket.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Describe a checkpoint that was found: its manifest and its files."""
+"""Describe a checkpoint that was found: its manifest and its files.
+
+Tests: tests/engine/formats/test_left_out.py, tests/engine/formats/test_safetensors_others.py,
+tests/engine/stores/test_bucket.py.
+"""
 
 from __future__ import annotations
 

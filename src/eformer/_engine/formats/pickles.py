@@ -1,4 +1,7 @@
-"""Read pickles as data: a machine for the opcodes that trees need. It runs and imports nothing."""
+"""Read pickles as data: a machine for the opcodes that trees need. It runs and imports nothing.
+
+Tests: tests/compat/test_original_structure_attacks.py, tests/compat/test_torch_hostile.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Find the steps of a run: directories whose names end in a number, each a checkpoint."""
+"""Find the steps of a run: directories whose names end in a number, each a checkpoint.
+
+Tests: tests/engine/runs/test_steps.py, tests/engine/tools/test_prune.py, tests/engine/pages/test_addresses.py.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ A format is made for one save. It plans files, and reads and extends the index; 
     format.header(file, sha256)            if `header_needs_digests`: once the digests of the file's extents are known
     format.read_index(store)               under the lock of the place, if it has one
     index.change_for(tree, store, upload)  choose final names, and make the next index
+
+Tests: tests/engine/formats/test_safetensors.py, tests/engine/formats/test_zarr.py.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 So a leaf needs no host memory of its size, and is read and copied at the same time. Programs make the array and write
 the parts into it. They are compiled in the background, once for each shape.
+
+Tests: tests/engine/loading/test_pinned_stream.py.
 """
 
 from __future__ import annotations

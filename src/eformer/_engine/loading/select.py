@@ -271,10 +271,11 @@ def _other_leaves(
     """Yield the problems of leaves that are only in the checkpoint or only in `like`."""
     there = request.like_name
     if not request.partial:
-        for name, hint in with_nearest(missing, names):
+        # The hints name leaves that are only on the other side, if there are any: others have their counterpart.
+        for name, hint in with_nearest(missing, unexpected or names):
             where = "the checkpoint does not" if request.keys is None else "the selection by keys= does not"
             yield f"missing leaf {name!r}{hint}: `{there}` has it, {where}"
-        for name, hint in with_nearest(unexpected, like):
+        for name, hint in with_nearest(unexpected, missing or like):
             yield f"unexpected leaf {name!r}{hint}: the checkpoint has it, `{there}` does not"
     elif like and len(missing) == len(like):
         yield f"no leaf has the same name in both: the checkpoint has {_first(names)}, `{there}` has {_first(like)}"
@@ -383,7 +384,9 @@ def _advice(
     ):  # a root in one checkpoint would drop the leaves of the other checkpoints
         advice.append(f"root={root!r} would find {number:,} of the {len(missing):,} missing leaves")
     elif missing and unexpected:
-        advice.append(_best_rule(missing, unexpected) or "rename= gives leaves of the checkpoint other names")
+        # With rules already, another rule would have to follow them.
+        rule = "" if request.rename else _best_rule(missing, unexpected, names)
+        advice.append(rule or "rename= gives leaves of the checkpoint other names")
     if request.could_be_list and request.partial and any(map(_why_without_value, missing.values())):
         advice.append("a list of paths, such as [base, adapter], takes them from several checkpoints")
     kept = f"keep {len(missing):,} of `{request.like_name}` as they are" if missing else ""
@@ -405,13 +408,16 @@ def _best_root(missing: Collection[str], names: Collection[str]) -> tuple[str, i
     return found.most_common(1)[0] if found else ("", 0)
 
 
-def _best_rule(missing: Collection[str], unexpected: Collection[str]) -> str:
-    """Return the rule that finds all missing leaves by another first part of their names; "" without such a rule."""
+def _best_rule(missing: Collection[str], unexpected: Collection[str], names: Collection[str]) -> str:
+    """Return the rule that finds all missing leaves by another first part of their names; "" without such a rule, or if
+    it would rename other leaves that `like` has, or to their names."""
     wanted = {rest: first for first, _, rest in (name.partition(".") for name in missing) if rest}
     split = [(first, rest) for first, _, rest in (name.partition(".") for name in unexpected)]
     found = Counter((first, wanted[rest]) for first, rest in split if rest in wanted)
     (old, new), number = found.most_common(1)[0] if found else (("", ""), 0)
-    if number < len(missing):
+    renamed = [name for name in names if name.startswith(f"{old}.")]
+    has_others = any(name not in unexpected or f"{new}.{name[len(old) + 1 :]}" in names for name in renamed)
+    if number < len(missing) or has_others or "|" in new or new != new.strip():  # a rule has steps after |
         return ""
     rule = {rf"{re.escape(old)}\.(.*)": rf"{new}.\1"}
     return f"rename={rule!r} would find {number:,} of the {len(missing):,} missing leaves"

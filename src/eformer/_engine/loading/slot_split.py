@@ -3,6 +3,8 @@
 Starting a transfer takes several times as long as the transfer of 2 MB, and each start waits for the interpreter lock.
 A program is compiled in the background for each sequence of leaves that fills several slots. Until it is compiled,
 leaves are moved one by one.
+
+Tests: tests/engine/loading/test_pinned_stream.py.
 """
 
 from __future__ import annotations

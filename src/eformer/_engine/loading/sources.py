@@ -1,5 +1,9 @@
 """The rarely used parts of a load: leaves below a root, renamed, computed, quantised or without names, and several
-checkpoints that are loaded as one."""
+checkpoints that are loaded as one.
+
+Tests: tests/engine/loading/test_several.py, tests/engine/loading/test_partial.py,
+tests/engine/loading/test_unnamed_leaves.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Compare two checkpoints: leaves added, removed and changed, and the spread of the change over the layers."""
+"""Compare two checkpoints: leaves added, removed and changed, and the spread of the change over the layers.
+
+Tests: tests/engine/pages/test_report.py, tests/engine/pages/test_verdicts.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Keep the checkpoints of the last requests open, alone or compared with another. Read leaves on demand."""
+"""Keep the checkpoints of the last requests open, alone or compared with another. Read leaves on demand.
+
+Tests: tests/engine/pages/test_addresses.py.
+"""
 
 from __future__ import annotations
 

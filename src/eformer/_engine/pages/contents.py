@@ -1,4 +1,7 @@
-"""List the leaves of a checkpoint of any format that can be opened. Read no data."""
+"""List the leaves of a checkpoint of any format that can be opened. Read no data.
+
+Tests: tests/engine/pages/test_report.py, tests/engine/pages/test_verdicts.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Describe a leaf of a report as JSON, and all leaves as compact columns, which source.js turns back into that."""
+"""Describe a leaf of a report as JSON, and all leaves as compact columns, which source.js turns back into that.
+
+Tests: tests/engine/pages/test_verdicts.py, tests/engine/pages/test_addresses.py, tests/browser/test_source.py.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 A thread looks at the run as long as a page polls. It reads new and replaced steps, the newest first, and at every look
 reads a few known steps again, because a file may be damaged at any time.
+
+Tests: tests/engine/pages/test_addresses.py, tests/engine/pages/test_timeline.py.
 """
 
 from __future__ import annotations
@@ -145,8 +147,8 @@ class LiveRun:
         """Return the steps that `prune` would remove by the rules, and the reasons why other steps stay."""
         facts = {step.name: step.facts for step in seen if step.is_read and step.problem is None}
         rules = self._news.rules_or_own(self.rules)
-        if not rules or not facts:
-            return {}
+        if not rules or not facts:  # the rules of the run may have changed
+            return {"removed": (), "reasons": {}}
         removed = (removable(self.store, series, rules, now=time.time()) for series in by_series(facts))
         return {
             "removed": frozenset(chain.from_iterable(removed)),

@@ -1,4 +1,7 @@
-"""Write a report as one HTML file with its styles, scripts and data. It loads nothing, and names are never markup."""
+"""Write a report as one HTML file with its styles, scripts and data. It loads nothing, and names are never markup.
+
+Tests: tests/engine/pages/test_report.py, tests/engine/pages/test_timeline.py.
+"""
 
 from __future__ import annotations
 

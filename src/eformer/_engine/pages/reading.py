@@ -1,5 +1,8 @@
 """Read the values of a checkpoint once, in bounded memory, measure each leaf, and compare it with an older
-checkpoint."""
+checkpoint.
+
+Tests: tests/engine/pages/test_report.py, tests/engine/pages/test_verdicts.py.
+"""
 
 from __future__ import annotations
 

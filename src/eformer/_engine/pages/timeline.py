@@ -23,7 +23,7 @@ from eformer._engine.stores.locate import store_at
 from eformer._engine.tasks.progress import metered
 from eformer._engine.tools.compare import plain_became
 from eformer._engine.tools.prune import plan_removal
-from eformer.errors import EformerError
+from eformer.errors import EformerError, NotFoundError
 
 if TYPE_CHECKING:
     import datetime as dt
@@ -177,9 +177,17 @@ def _news(store: Store, found: Sequence[Step], rules: Sequence[Keep]) -> News:
     return News(
         steps=tuple(read_step(step, SeenStep(step.number, step.name)) for step in found),
         sizes=usage(store, [step.name for step in found]),
-        removed=plan_removal(store.url, rules).removed if rules and found else (),
+        removed=_removed(store, rules) if rules and found else (),
         is_complete=True,
     )
+
+
+def _removed(store: Store, rules: Sequence[Keep]) -> Collection[str]:
+    """Return the names of the steps that `prune` would remove; none if it would refuse, because no step is whole."""
+    try:
+        return plan_removal(store.url, rules).removed
+    except NotFoundError:
+        return ()
 
 
 def recorded(store: Store) -> Json:
@@ -240,10 +248,16 @@ def every_text(rule: Every) -> str:
     if rule.steps is not None:
         parts.append("every step" if rule.steps == 1 else f"every {rule.steps:,} steps")
     if rule.minutes is not None:
-        parts.append(f"every {rule.minutes:g} minutes")
+        parts.append("every minute" if rule.minutes == 1 else f"every {rule.minutes:g} minutes")
     if rule.at:
-        parts.append(f"at {', '.join(map(str, rule.at[:_MOST_NUMBERS]))}")
+        parts.append(f"at {_numbers(rule.at)}")
     return ", ".join(parts) + (f", until step {rule.until}" if rule.until is not None else "")
+
+
+def _numbers(at: Sequence[int]) -> str:
+    more = len(at) - _MOST_NUMBERS
+    shown = ", ".join(map(str, at[:_MOST_NUMBERS]))
+    return f"{shown} and {more:,} more" if more > 0 else shown
 
 
 def rule_text(rule: Keep) -> str:
@@ -258,7 +272,7 @@ def rule_text(rule: Keep) -> str:
     if rule.hours is not None:
         parts.append(f"the last {rule.hours:g} hours")
     if rule.at:
-        parts.append(f"{', '.join(map(str, rule.at))}")
+        parts.append(_numbers(rule.at))
     if rule.foreign:
         parts.append("of any program")
     return printable(", ".join(parts))

@@ -9,6 +9,8 @@ A meeting uses keys below eformer/<group>/<number of the save or load>/<number o
     sent/<number>                  the message of a process
     answer                         the answer of the first process
     more/<one of these>/<n>        further parts of a long message
+
+Tests: tests/multihost/test_processes.py, tests/multihost/test_kills.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The processes that save or load one tree together: choose them, and announce errors to them."""
+"""The processes that save or load one tree together: choose them, and announce errors to them.
+
+Tests: tests/multihost/test_processes.py, tests/engine/saving/test_commit.py.
+"""
 
 from __future__ import annotations
 

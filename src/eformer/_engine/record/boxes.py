@@ -1,4 +1,7 @@
-"""Boxes of an array: half-open ranges along every axis, and the elements in them."""
+"""Boxes of an array: half-open ranges along every axis, and the elements in them.
+
+Tests: tests/engine/record/test_pieces.py, tests/engine/loading/test_read_plan.py, tests/engine/tools/test_convert.py.
+"""
 
 from __future__ import annotations
 

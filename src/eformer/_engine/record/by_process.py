@@ -1,4 +1,7 @@
-"""The records of several processes that wrote one tree. Each has the extents that its process wrote."""
+"""The records of several processes that wrote one tree. Each has the extents that its process wrote.
+
+Tests: tests/engine/formats/test_process_records.py, tests/engine/saving/test_commit.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Refuse a manifest whose numbers contradict each other, before anything is allocated or read."""
+"""Refuse a manifest whose numbers contradict each other, before anything is allocated or read.
+
+Tests: tests/engine/record/test_manifest.py, tests/engine/formats/test_hostile_arrays.py.
+"""
 
 from __future__ import annotations
 

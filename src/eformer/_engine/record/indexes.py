@@ -2,6 +2,8 @@
 
 The index of safetensors files is a manifest. The index of zarr arrays lists the directories of arrays, for readers that
 do not know manifests; if eformer wrote the checkpoint, the manifest is in it.
+
+Tests: tests/faults/test_bucket_removal.py, tests/engine/stores/test_bucket.py.
 """
 
 from __future__ import annotations

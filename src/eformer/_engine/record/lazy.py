@@ -1,4 +1,7 @@
-"""Compute a property once, at its first use, without a lock."""
+"""Compute a property once, at its first use, without a lock.
+
+Tests: tests/engine/tasks/test_forks.py, tests/compat/test_files.py.
+"""
 
 from __future__ import annotations
 

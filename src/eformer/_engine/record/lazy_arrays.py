@@ -1,4 +1,7 @@
-"""Read leaves of a checkpoint box by box: as they are stored, transposed, stacked or unstacked."""
+"""Read leaves of a checkpoint box by box: as they are stored, transposed, stacked or unstacked.
+
+Tests: tests/engine/record/test_rename.py, tests/engine/tools/test_convert.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The options of a save and of a load, each as one value."""
+"""The options of a save and of a load, each as one value.
+
+Tests: tests/engine/saving/test_start.py, tests/engine/loading/test_request.py.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 A format lays sources out in planned files. The record is made of them when they are written and their digests are
 known: a `PlannedFile` becomes a `DataFile`, a `PlannedExtent` an `Extent`.
+
+Tests: tests/engine/saving/test_commit.py, tests/engine/formats/test_process_records.py.
 """
 
 from __future__ import annotations

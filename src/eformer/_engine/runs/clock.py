@@ -1,4 +1,7 @@
-"""Decide by the clock when a run saves, without a message at every step."""
+"""Decide by the clock when a run saves, without a message at every step.
+
+Tests: tests/engine/runs/test_run.py, tests/multihost/test_runs.py.
+"""
 
 from __future__ import annotations
 

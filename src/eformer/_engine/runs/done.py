@@ -3,6 +3,8 @@
 Grain's iterators over data have `get_state` and `set_state`; loaders of torchdata and datasets of Hugging Face have
 `state_dict` and `load_state_dict`. A position is plain values, bytes, and arrays of numpy and torch, such as the state
 of a random generator.
+
+Tests: tests/engine/runs/test_data.py, tests/engine/runs/test_odd_uses.py, tests/frameworks/test_data.py.
 """
 
 from __future__ import annotations

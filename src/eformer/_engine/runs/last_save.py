@@ -1,4 +1,7 @@
-"""Remember the save that runs in the background: a later call raises its error, or tolerates it."""
+"""Remember the save that runs in the background: a later call raises its error, or tolerates it.
+
+Tests: tests/engine/runs/test_run.py, tests/faults/test_run_disk.py.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 The part is a list. Plain values, and arrays that only this process holds, are in it as they are. An array that other
 processes hold, too, is in it as the distinct boxes that the devices of this process hold. A table in the metadata of
 the save says which leaf each element of the list belongs to.
+
+Tests: tests/engine/runs/test_near.py, tests/multihost/test_near.py.
 """
 
 from __future__ import annotations

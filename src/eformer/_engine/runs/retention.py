@@ -145,7 +145,8 @@ def remove_others(
             logger.warning("%s: %s", path, warning)
         told.add(kind)
     planned = removable(store, facts, rules, now=now, stay={*stay, *seen_last(sound)})
-    remember_metrics(store, planned)
+    doomed = set(planned)
+    remember_metrics(store, [step for step in sound if step.name in doomed])
     for name in planned:
         try:
             if (why := remove_step(store, name, identities.get(name))) is None:

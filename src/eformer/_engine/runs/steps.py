@@ -275,9 +275,7 @@ class Claim(msgspec.Struct, frozen=True):
     pid: int = 0
     since: str = ""
     resumed_from: int | None = None
-    rules: msgspec.Raw = msgspec.Raw(
-        b"null"
-    )  # parsed by `rules_of` alone: unknown rules must not void the claim
+    rules: msgspec.Raw = msgspec.Raw(b"null")  # parsed by `rules_of` alone: no rule may void the claim
 
     @classmethod
     def from_json(cls, data: bytes | None) -> Claim | None:
@@ -306,9 +304,23 @@ def resumed_from(store: Store) -> int | None:
 
 
 def rules_of(store: Store) -> Rules | None:
-    """Return the rules of the job that last wrote a run; None if they are not recorded, or cannot be parsed."""
-    claim = claim_of(store)
+    """Return the rules of the job that last wrote a run; None if they are not recorded, or a newer version wrote rules
+    that this one does not know."""
+    if (claim := claim_of(store)) is None:
+        return None
     try:
-        return json_decoder(Rules).decode(claim.rules) if claim else None
+        found = json_decoder(Rules).decode(claim.rules)
+        return found if _is_known(msgspec.json.decode(claim.rules), msgspec.to_builtins(found)) else None
     except MALFORMED_JSON:
         return None
+
+
+def _is_known(given: Any, known: Any) -> bool:
+    """Tell whether all fields of some JSON are known. A decoder ignores the others."""
+    if isinstance(given, dict):
+        return all(
+            name in known and _is_known(one, known[name]) for name, one in given.items() if one is not None
+        )
+    if isinstance(given, list):
+        return all(map(_is_known, given, known))
+    return True

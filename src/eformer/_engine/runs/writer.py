@@ -15,16 +15,16 @@ from eformer._engine.formats.find import later_of_flax
 from eformer._engine.formats.left_out import holds_leaves
 from eformer._engine.formats.steps import RUN_FILE, is_checkpoint, last_step_in
 from eformer._engine.record.step_names import OF_ANY_PROGRAM, OF_RUN
+from eformer._engine.record.values import MALFORMED_JSON, json_decoder
 from eformer._engine.runs.removed import forget_metrics_after
 from eformer._engine.runs.retention import sweep_remains
-from eformer._engine.runs.steps import Claim
+from eformer._engine.runs.steps import Claim, Rules
 from eformer._engine.stores.base import read_whole, update_file
 from eformer._engine.stores.bucket_removal import ASIDE
 from eformer._engine.stores.leases import LEASES
 from eformer.errors import CorruptionError, NotFoundError, SupersededError
 
 if TYPE_CHECKING:
-    from eformer._engine.runs.steps import Rules
     from eformer._engine.stores.base import Kind, Store
 
 logger = logging.getLogger("eformer")
@@ -53,6 +53,8 @@ class Writer:
             return Claim(self.id, socket.gethostname(), os.getpid(), now, resumed_from, self._rules).to_json()
 
         update_file(self.store, RUN_FILE, claimed, sweep=True)
+        if not has_steps:  # removed by hand: the run starts anew
+            forget_metrics_after(self.store, None)
         try:
             sweep_remains(self.store)
         except OSError as error:
@@ -118,12 +120,19 @@ class Writer:
             )
 
 
+_MOST_RULES = 2**14  # bytes, because every save reads the file again
+
+
 def _as_json(rules: Rules | None) -> msgspec.Raw:
-    """Return rules as JSON, which only pages read; null if a number in them has no place in JSON."""
+    """Return rules as JSON, which only pages read; null if they are long, or would be read as other rules: infinity has
+    no place in JSON."""
     try:
-        return msgspec.Raw(msgspec.json.encode(rules, enc_hook=lambda number: number.item()))
-    except (AttributeError, TypeError, ValueError):
-        return msgspec.Raw(b"null")
+        found = msgspec.json.encode(rules, enc_hook=lambda number: number.item())
+        if len(found) <= _MOST_RULES and json_decoder(Rules).decode(found) == rules:
+            return msgspec.Raw(found)
+    except (AttributeError, TypeError, ValueError, OverflowError, *MALFORMED_JSON):
+        pass
+    return msgspec.Raw(b"null")
 
 
 def _step_of_others(store: Store) -> str | None:

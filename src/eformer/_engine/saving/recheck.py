@@ -3,6 +3,8 @@
 Several checkpoints share one copy of a linked file, and a damaged byte damages all of them. The save still has the
 leaves in memory and can write a damaged file anew. The price is one read of the linked files, at most once in
 `_TRUSTED_SECONDS`.
+
+Tests: tests/engine/saving/test_reuse.py, tests/engine/runs/test_run.py.
 """
 
 from __future__ import annotations

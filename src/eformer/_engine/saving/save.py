@@ -10,6 +10,9 @@ save of several processes: they agree before the write, and the first process co
 An error before the index is replaced removes the scratch directory. A killed process leaves it, and the next save to
 the directory removes it. A power cut leaves the old index or the new one, and all files that it names. In a bucket,
 objects are written under their final names, and no index names them before the commit.
+
+Tests: tests/engine/saving/test_commit.py, tests/engine/saving/test_held_promises.py,
+tests/engine/saving/test_interrupted.py.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ unless the first process already commits.
 
 The processes meet twice, and exchange small messages. Each process stores the record of its bytes and digests beside
 the bytes (`ProcessRecord`), and sends only the names of its files to the first process.
+
+Tests: tests/engine/saving/test_commit.py, tests/multihost/test_processes.py.
 """
 
 from __future__ import annotations

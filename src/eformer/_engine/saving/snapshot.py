@@ -1,4 +1,7 @@
-"""Take the arrays of a tree, and protect them from changes by the caller."""
+"""Take the arrays of a tree, and protect them from changes by the caller.
+
+Tests: tests/engine/saving/test_snapshot.py, tests/engine/saving/test_commit.py, tests/engine/saving/test_start.py.
+"""
 
 from __future__ import annotations
 

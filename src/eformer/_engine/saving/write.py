@@ -1,4 +1,7 @@
-"""Write planned files into an upload, small files in batches, large files piece by piece, with digests on the way."""
+"""Write planned files into an upload, small files in batches, large files piece by piece, with digests on the way.
+
+Tests: tests/engine/formats/test_safetensors.py, tests/engine/formats/test_zarr.py, tests/engine/saving/test_commit.py.
+"""
 
 from __future__ import annotations
 

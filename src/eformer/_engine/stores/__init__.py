@@ -1,1 +1,1 @@
-"""Read and write bytes by name: directories, memory, databases. No other room creates or removes files. No jax."""
+"""Read and write bytes by name: directories, buckets, databases. No other room creates or removes files. No jax."""

@@ -6,12 +6,22 @@ import re
 
 # Searched for in messages, because obstore has one error for all of them.
 _NO_BUCKET = re.compile(r"<Code>(NoSuchBucket|ContainerNotFound)</Code>")
+# AuthorizationHeaderMalformed is also the answer to an empty access key.
 _OTHER_REGION = re.compile(
-    r"<Code>(PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraintException)</Code>"
-    r"|incorrectly configured region"
+    r"<Code>(PermanentRedirect|IllegalLocationConstraintException)</Code>"
+    r"|<Code>AuthorizationHeaderMalformed</Code>.*\bregion\b|incorrectly configured region",
+    re.DOTALL,
 )
 _STATUS = re.compile(r"status code: (\d+) ([\w ]*)")
-_CODE, _MESSAGE = (re.compile(rf"<{name}>(.*?)</{name}>", re.DOTALL) for name in ("Code", "Message"))
+_PARTS = [re.compile(rf"<{name}>(.*?)</{name}>", re.DOTALL) for name in ("Code", "Message", "Details")]
+_MOST_WORDS = 300  # of an answer in another form, such as the page of a proxy
+
+# Refusals that other permissions do not end.
+_REMEDIES = {
+    "ExpiredToken": "the credentials have expired; renew them",
+    "RequestTimeTooSkewed": "set the clock of this machine",
+    "InvalidObjectState": "the object is in an archive; restore it from there first",
+}
 
 # The services of a virtual machine that give credentials: asked last, where no others are found.
 _MACHINES = {
@@ -43,13 +53,26 @@ def is_no_bucket(answer: str) -> bool:
     return bool(_NO_BUCKET.search(answer))
 
 
-def known_error(answer: str, bucket: str, where: str, to: str) -> OSError | None:
+def has_no_credentials(answer: str, where: str) -> bool:
+    """Tell whether the machine was asked for credentials in vain, which may end by a timeout."""
+    return _asked_machine(answer, where) is not None
+
+
+def _asked_machine(answer: str, where: str) -> str | None:
+    """Return the cloud whose service of virtual machines was asked, and not the object at `where`, in whose key the
+    path of such a service may occur."""
+    found = (cloud for cloud, asked in _MACHINES.items() if asked.search(answer) and not asked.search(where))
+    return next(found, None)
+
+
+def known_error(answer: str, bucket: str, where: str, to: str, *, is_refused: bool = False) -> OSError | None:
     """Return an error with its remedy if the answer has a usual cause: no bucket, no credentials, no permission.
 
-    answer   the message of obstore
-    bucket   the URL of the bucket
-    where    the URL of the object
-    to       the purpose of the request, such as "read it"
+    answer      the message of obstore
+    bucket      the URL of the bucket
+    where       the URL of the object
+    to          the purpose of the request, such as "read it"
+    is_refused  whether obstore calls it a refusal
     """
     if is_no_bucket(answer):
         name = bucket.rpartition("/")[2]
@@ -57,14 +80,17 @@ def known_error(answer: str, bucket: str, where: str, to: str) -> OSError | None
             f"{bucket}: bucket {name} does not exist (or lies in another region); create it or check the name"
         )
     if _OTHER_REGION.search(answer):
+        said = f" ({words})" if (words := _said(answer)) else ""
         return OSError(
-            f"{bucket}: the bucket lies in another region; set AWS_REGION or the store option region"
+            f"{bucket}: the bucket lies in another region; set AWS_REGION or the store option region{said}"
         )
-    for cloud, pattern in _MACHINES.items():
-        if pattern.search(answer):
-            return no_credentials(bucket, cloud, ", the role of this machine")
-    status = _STATUS.search(answer)
-    if status and status[1] in ("401", "403"):
+    if cloud := _asked_machine(answer, where):
+        said = f"answered {in_words(answer)}" if _STATUS.search(answer) else "did not answer"
+        return no_credentials(bucket, cloud, f", the role of this machine (its service {said})")
+    status, code = _STATUS.search(answer), _PARTS[0].search(answer)
+    if code and (remedy := _REMEDIES.get(code[1].strip())):
+        return PermissionError(f"{where}: the server refuses to {to} ({in_words(answer)}); {remedy}")
+    if is_refused or (status and status[1] in ("401", "403")):
         return PermissionError(
             f"{where}: permission denied: the server refuses to {to} ({in_words(answer)}); check the credentials and "
             "what they may do here"
@@ -73,7 +99,19 @@ def known_error(answer: str, bucket: str, where: str, to: str) -> OSError | None
 
 
 def in_words(answer: str) -> str:
-    """Return the status, the code and the message of a server's answer; the whole text if it has none of them."""
-    status, code, message = (pattern.search(answer) for pattern in (_STATUS, _CODE, _MESSAGE))
-    said = ": ".join(found[1].strip() for found in (code, message) if found)
+    """Return the status of a server's answer with its code and message, or with its beginning if it has no code; the
+    whole text without a status."""
+    status = _STATUS.search(answer)
+    said = _said(answer) or (_beginning(answer[status.end() :]) if status else "")
     return ", ".join(filter(None, (status and f"{status[1]} {status[2]}".strip(), said))) or answer
+
+
+def _said(answer: str) -> str:
+    found = (part.search(answer) for part in _PARTS)
+    return ": ".join(one[1].strip() for one in found if one)
+
+
+def _beginning(body: str) -> str:
+    return " ".join(re.sub(r"<(style|script)\b.*?</\1>|<[^>]*>", " ", body, flags=re.DOTALL).split()).lstrip(
+        ": "
+    )[:_MOST_WORDS]

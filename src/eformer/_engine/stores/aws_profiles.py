@@ -1,4 +1,7 @@
-"""Read the profiles of AWS: ~/.aws/config and ~/.aws/credentials, which obstore does not know."""
+"""Read the profiles of AWS: ~/.aws/config and ~/.aws/credentials, which obstore does not know.
+
+Tests: tests/engine/stores/test_clouds.py.
+"""
 
 from __future__ import annotations
 

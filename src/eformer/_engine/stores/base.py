@@ -343,10 +343,10 @@ class NoIndex(Struct, frozen=True):
 
 
 def update_file(
-    store: Store, name: str, change: Callable[[bytes | None], bytes], *, sweep: bool = False
+    store: Store, name: str, change: Callable[[bytes | None], bytes | None], *, sweep: bool = False
 ) -> None:
-    """Replace a small file by the result of `change`, given its bytes. Retry if another process has replaced it
-    meanwhile.
+    """Replace a small file by the result of `change`, given its bytes; leave it as it is for None. Retry if another
+    process has replaced it meanwhile.
 
     With `sweep`, also remove the remains of uploads whose process died.
     """
@@ -360,7 +360,7 @@ def update_file(
 
     def to_change(index: NoIndex, _: Store) -> Change:
         after = change(index.data)
-        return Change(index=lambda _: after)
+        return Change() if after is None else Change(index=lambda _: after)
 
     with closing(store.begin(may_be_new=True)) as upload:
         upload.commit(Commit(read, to_change, name, sweeps=sweep))

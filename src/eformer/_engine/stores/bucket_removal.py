@@ -6,6 +6,8 @@ objects are removed. If the process dies in between, the index without trees sta
 continues from it.
 
 The index itself is removed last. A deletion cannot have a condition, so a lease keeps saves from committing meanwhile.
+
+Tests: tests/faults/test_bucket_removal.py, tests/engine/stores/test_bucket.py.
 """
 
 from __future__ import annotations

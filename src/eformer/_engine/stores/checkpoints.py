@@ -1,4 +1,7 @@
-"""Remove checkpoints, rename them, hold them, and sweep the remains of dead saves, on disks and in buckets."""
+"""Remove checkpoints, rename them, hold them, and sweep the remains of dead saves, on disks and in buckets.
+
+Tests: tests/engine/stores/test_neighbours.py, tests/engine/tools/test_prune.py, tests/engine/runs/test_follow.py.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,10 @@
 
 Links in the path of the caller are followed once, when the directory is opened. After that, names are looked up
 relative to the descriptor, so swapping a directory on the path cannot redirect an operation. `Directory` follows no
-link and crosses no mount. Readers may cross mounts, and may follow a link that ends below the directory.
+link and crosses no mount. Readers may cross mounts, and may follow a link that ends below the directory or in the
+blobs of a cache of Hugging Face.
+
+Tests: tests/engine/stores/test_directory.py, tests/engine/stores/test_links.py, tests/engine/stores/test_neighbours.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Write files of this machine whole and durably, or not at all."""
+"""Write files of this machine whole and durably, or not at all.
+
+Tests: tests/engine/stores/test_local.py.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Before an upload moves whole directories, it lists them in a journal in its scratch directory. The lock of that
 directory tells a later save whether the writer is alive, and the index tells it whether the dead save was committed.
+
+Tests: tests/engine/stores/test_links_journals.py, tests/engine/stores/test_neighbours.py, tests/faults/test_kills.py.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ checkpoint: before an object is removed, the index says that its save is dead, a
 
 Data that a commit replaces gets a lease, too. A later save removes the data after that lease has run out, so readers
 have time to finish.
+
+Tests: tests/engine/stores/test_bucket.py, tests/faults/test_bucket_zombies.py, tests/faults/test_bucket_commits.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Copy a directory from a store to this machine, for libraries that read files by their paths."""
+"""Copy a directory from a store to this machine, for libraries that read files by their paths.
+
+Tests: tests/engine/stores/test_bucket.py.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Before whole directories are moved, a journal in the scratch directory lists them. If this process dies, a later save
 finishes or undoes the save by it.
+
+Tests: tests/engine/stores/test_local.py, tests/engine/saving/test_held_promises.py, tests/faults/test_kills.py.
 """
 
 from __future__ import annotations

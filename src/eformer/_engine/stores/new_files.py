@@ -1,4 +1,7 @@
-"""Write the new files of a save on this machine, and put them on stable storage together."""
+"""Write the new files of a save on this machine, and put them on stable storage together.
+
+Tests: tests/engine/stores/test_local.py, tests/faults/test_power.py.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from msgspec import Struct
 
-from eformer._engine.stores.answers import in_words, is_no_bucket, known_error
+from eformer._engine.stores.answers import has_no_credentials, in_words, is_no_bucket, known_error
 from eformer._engine.stores.base import SwapError
 from eformer._engine.stores.redact import Redactor
 from eformer._engine.tasks import interrupts
@@ -365,17 +365,21 @@ class _Request:
             text = self._text(error)
             if self._operation == "read" and _PAST_END.search(text):
                 raise _PastEndError(where) from None
-            if any(sign in str(error) for sign in _SLOW):
+            if any(sign in str(error) for sign in _SLOW) and not has_no_credentials(text, where):
                 raise self.slow() from None
+            is_refused = isinstance(
+                error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
+            )
             # The error of obstore may hold secrets; the chained error has its text without them.
-            raise self._failure(text) from OSError(text)
+            raise self._failure(text, is_refused=is_refused) from OSError(text)
 
     def _text(self, error: Exception) -> str:
         return self._bucket.hide(str(error).partition("\n\nDebug source")[0])
 
-    def _failure(self, text: str) -> OSError:
+    def _failure(self, text: str, *, is_refused: bool = False) -> OSError:
         """Return the error for an answer of the server, or for none."""
-        return known_error(text, self._bucket.url, self._where, self._to) or OSError(
+        found = known_error(text, self._bucket.url, self._where, self._to, is_refused=is_refused)
+        return found or OSError(
             f"{self._where}: the request to {self._to} failed after {self._took()}: {in_words(text)}"
         )
 

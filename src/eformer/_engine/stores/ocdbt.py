@@ -1,4 +1,7 @@
-"""Store many small files as keys of an OCDBT database of TensorStore, in few files."""
+"""Store many small files as keys of an OCDBT database of TensorStore, in few files.
+
+Tests: tests/engine/formats/test_zarr.py, tests/engine/formats/test_process_records.py.
+"""
 
 from __future__ import annotations
 

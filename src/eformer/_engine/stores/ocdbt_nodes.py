@@ -3,6 +3,8 @@
 A node of a few kilobytes may decompress to gigabytes. The check follows the path of a reader of the latest version: the
 manifest, and the tree of nodes from its last root on. TensorStore checks checksums and values. The parser here is small
 because `tensorstore.ocdbt.dump`, which parses the same nodes, never frees its results.
+
+Tests: tests/engine/formats/test_hostile_arrays.py.
 """
 
 from __future__ import annotations

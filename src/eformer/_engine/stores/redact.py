@@ -1,4 +1,7 @@
-"""Keep secrets out of messages."""
+"""Keep secrets out of messages.
+
+Tests: tests/engine/stores/test_secrets.py.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,9 @@ removed only if it is part of an array or a database with the mark of that save.
 other programs, or saved to look like theirs; they must be exactly the files that the journal describes. Links are not
 followed, other checkpoints are not entered, and all other files stay. By a journal of another user, only files of that
 user are removed.
+
+Tests: tests/engine/stores/test_links_journals.py, tests/engine/stores/test_links_indexes.py,
+tests/engine/formats/test_zarr.py.
 """
 
 from __future__ import annotations

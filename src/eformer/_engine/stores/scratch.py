@@ -5,6 +5,8 @@ and the directory can be removed.
 
 For a save to a new directory, the scratch directory lies beside that directory. The new directory is made inside of it,
 and gets its name when it is complete: it is never visible without its checkpoint.
+
+Tests: tests/engine/stores/test_new_place.py, tests/engine/stores/test_local.py.
 """
 
 from __future__ import annotations

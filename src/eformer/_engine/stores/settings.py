@@ -2,6 +2,8 @@
 
 obstore reads the environment itself. Only settings that it does not know, or that depend on several of these sources,
 are decided here.
+
+Tests: tests/engine/stores/test_clouds.py, tests/engine/stores/test_store_options.py.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 A `SignedStore` has exactly the signed files. It reads a block into memory of this process, digests that memory, and
 returns bytes of it. So a file that is swapped or written to at any moment is detected or has no effect. The store gives
 out no path on this machine's disk, so that no reader can go around it.
+
+Tests: tests/engine/tools/test_sign.py, tests/engine/stores/test_hub.py.
 """
 
 from __future__ import annotations

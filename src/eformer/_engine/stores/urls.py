@@ -1,6 +1,8 @@
 """Understand paths as people write them: URLs of buckets, file:// URLs, and local paths with "~".
 
 No message repeats a query, a fragment or a user name of the URL of a bucket, because they may carry secrets.
+
+Tests: tests/engine/stores/test_clouds.py, tests/engine/stores/test_locate.py.
 """
 
 from __future__ import annotations

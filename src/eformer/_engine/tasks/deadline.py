@@ -2,6 +2,8 @@
 
 It holds for the thread that sets it, and for the threads that `run_all` starts. It is a context variable, because as
 an argument it would have to pass through every function between a save and a request to a bucket.
+
+Tests: tests/faults/test_bucket_time.py, tests/engine/tasks/test_turns.py.
 """
 
 from __future__ import annotations

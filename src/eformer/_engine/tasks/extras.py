@@ -1,4 +1,7 @@
-"""Import packages that only an extra of eformer-checkpoint installs, or name the extra that is missing."""
+"""Import packages that only an extra of eformer-checkpoint installs, or name the extra that is missing.
+
+Tests: tests/package/test_extras.py.
+"""
 
 from __future__ import annotations
 

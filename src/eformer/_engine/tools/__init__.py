@@ -1,1 +1,1 @@
-"""Inspect, verify, compare, convert and prune checkpoints. No jax."""
+"""Inspect, verify, sign, compare, convert and prune checkpoints. No jax."""

@@ -1,4 +1,7 @@
-"""Plan a conversion: the leaves under their new names, and the losses in the target format. Pure."""
+"""Plan a conversion: the leaves under their new names, and the losses in the target format. Pure.
+
+Tests: tests/engine/tools/test_convert.py.
+"""
 
 from __future__ import annotations
 

@@ -353,7 +353,10 @@ def remove_planned(plan: Pruned) -> Pruned:
     store, held, removed = store_at(plan.directory), dict[str, str](), list[str]()
     there = store.kinds()
     if RUN_FILE in there:
-        remember_metrics(store, plan.planned)
+        numbers = {name: step_number(name) for name in plan.planned}
+        remember_metrics(
+            store, [Step(n, store.path_to(name)) for name, n in numbers.items() if n is not None]
+        )
     try:
         for name, planned in plan.planned.items():
             with suppress(FileNotFoundError):  # the run has removed it

@@ -1,4 +1,7 @@
-"""Write leaves to one file from beginning to end: npz, and flax's msgpack."""
+"""Write leaves to one file from beginning to end: npz, and flax's msgpack.
+
+Tests: tests/engine/tools/test_convert.py, tests/engine/tools/test_convert_structures.py.
+"""
 
 from __future__ import annotations
 

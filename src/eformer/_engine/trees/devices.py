@@ -1,4 +1,8 @@
-"""Access to the bytes of jax.Arrays from the host, and transfers between shardings."""
+"""Access to the bytes of jax.Arrays from the host, and transfers between shardings.
+
+Tests: tests/engine/trees/test_devices.py, tests/engine/trees/test_small_copies.py,
+tests/engine/loading/test_pinned_stream.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Models of Keras 3 on JAX."""
+"""Models of Keras 3 on JAX.
+
+Tests: tests/frameworks/test_keras.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Modules, optimizers and states of flax NNX."""
+"""Modules, optimizers and states of flax NNX.
+
+Tests: tests/models/test_nnx.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One level of a pytree, as JAX sees it; nested dicts by path; leaves that are code; trusted classes by name."""
+"""One level of a pytree, as JAX sees it; nested dicts by path; leaves that are code; trusted classes by name.
+
+Tests: tests/engine/trees/test_flatten.py, tests/models/test_equinox.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Compile programs for a load in the background, each once."""
+"""Compile programs for a load in the background, each once.
+
+Tests: tests/engine/loading/test_pinned_stream.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Shardings of JAX in the form that a checkpoint records, and axes that modules name."""
+"""Shardings of JAX in the form that a checkpoint records, and axes that modules name.
+
+Tests: tests/models/test_nnx.py, tests/engine/loading/test_preview.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Rebuild a tree from its leaves by name and its structure, given as JSON or as a tree like it."""
+"""Rebuild a tree from its leaves by name and its structure, given as JSON or as a tree like it.
+
+Tests: tests/engine/trees/test_flatten.py, tests/compat/test_original_structure.py.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ extension types 1 (array), 2 (complex) and 3 (numpy scalar). The payload of 1 an
     {"__msgpack_tuple__": [...]}                        an extension by eformer: flax cannot write a tuple
 
 A typed PRNG key is an array whose dtype name is key<implementation>, also an extension by eformer.
+
+Tests: tests/engine/formats/test_msgpack.py, tests/compat/test_files_msgpack.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Write a tree as a msgpack message, in pieces, without copying large arrays."""
+"""Write a tree as a msgpack message, in pieces, without copying large arrays.
+
+Tests: tests/engine/formats/test_msgpack.py, tests/engine/tools/test_convert.py.
+"""
 
 from __future__ import annotations
 

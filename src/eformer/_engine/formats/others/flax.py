@@ -1,4 +1,7 @@
-"""Files of `flax.serialization` and of `eformer.pytree`, which have one format: a tree as one msgpack message."""
+"""Files of `flax.serialization` and of `eformer.pytree`, which have one format: a tree as one msgpack message.
+
+Tests: tests/compat/test_files_msgpack.py, tests/compat/test_orbax_old.py.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 checkpoint_9, checkpoint_10     a tree in msgpack for each step; the last one is read
 flax_model.msgpack              a model
+
+Tests: tests/compat/test_flax_directories.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Files of llama.cpp and ggml, GGUF: metadata, then descriptions of tensors, then their bytes.
 
 Tensors of plain numbers are leaves. Quantised tensors, which have many block formats, are listed and not loaded.
+
+Tests: tests/compat/test_gguf.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Locate the datasets of an HDF5 file. Run in a process of its own, which `keras_files.py` starts and feeds.
 
 The library of HDF5 is written in C. A damaged file can keep it busy endlessly, or crash its process.
+
+Tests: tests/compat/test_keras_files.py.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 h5py locates the datasets, in a process of its own. eformer then reads their bytes itself. Links and storage outside the
 file are refused.
+
+Tests: tests/compat/test_keras_files.py.
 """
 
 from __future__ import annotations

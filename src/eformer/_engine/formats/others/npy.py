@@ -3,6 +3,8 @@
 `numpy.savez` and `numpy.savez_compressed` write zip archives with one array in each member.
 `equinox.tree_serialise_leaves` writes arrays one after the other, without names. Many programs put a line of JSON with
 the hyperparameters of the model before these arrays. A single .npy file has the same form.
+
+Tests: tests/compat/test_files_npz.py, tests/compat/test_files_equinox.py.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@
 A checkpoint is such a tree, or has a directory with a tree for each item. A `CheckpointManager` keeps each checkpoint
 in a directory named after its step. Items that are JSON become metadata of the trees beside them, and are trees of
 plain values themselves.
+
+Tests: tests/compat/test_orbax_kinds.py, tests/compat/test_orbax_old.py, tests/compat/test_orbax.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Open the zarr arrays of an Orbax tree with TensorStore: version 2 or 3, in a database or in directories."""
+"""Open the zarr arrays of an Orbax tree with TensorStore: version 2 or 3, in a database or in directories.
+
+Tests: tests/compat/test_orbax.py, tests/compat/test_orbax_old.py.
+"""
 
 from __future__ import annotations
 

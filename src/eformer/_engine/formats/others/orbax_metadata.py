@@ -5,6 +5,8 @@ _METADATA                    of a tree: the keys and the kind of every leaf
 _sharding                    the shardings of its arrays
 _strings.json                the leaves that are texts
 array_metadatas/process_N    the generators of its PRNG keys
+
+Tests: tests/compat/test_orbax_old.py, tests/compat/test_orbax.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Describe one tree of an Orbax checkpoint in eformer's terms, and open its files."""
+"""Describe one tree of an Orbax checkpoint in eformer's terms, and open its files.
+
+Tests: tests/compat/test_orbax_old.py, tests/compat/test_orbax_kinds.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Open a checkpoint of another program that is one file, and describe it in eformer's terms."""
+"""Open a checkpoint of another program that is one file, and describe it in eformer's terms.
+
+Tests: tests/compat/test_files.py, tests/compat/test_files_msgpack.py, tests/compat/test_flax_directories.py.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Common formats that eformer does not read are recognised by their first bytes or their names; the error says how to
 convert them.
+
+Tests: tests/compat/test_unsupported.py, tests/compat/test_files.py.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 The pickle is read as data, so nothing in it is executed, and PyTorch is not needed. A model of Hugging Face is one such
 file, `pytorch_model.bin`, or several shards with an index.
+
+Tests: tests/compat/test_torch.py, tests/compat/test_torch_hostile.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Directories of `torch.distributed.checkpoint`: `.metadata`, a pickle, and files of many small archives of PyTorch."""
+"""Directories of `torch.distributed.checkpoint`: `.metadata`, a pickle, and files of many small archives of PyTorch.
+
+Tests: tests/compat/test_torch.py.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Read the pickles of PyTorch as data: containers, plain values and tensors, which name the storages of their elements.
 
-Nothing is imported or called. Any other value stays an `PickledObject`, and is left out of the tree.
+Nothing is imported or called. Any other value stays a `PickledObject`, and is left out of the tree.
+
+Tests: tests/compat/test_torch.py, tests/compat/test_torch_hostile.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Directories of zarr-python: groups of zarr 3 with their arrays, and directories that are one array of zarr 2 or 3.
 
 TensorStore decodes the chunks. Groups of zarr 2 are read by `formats/zarr`.
+
+Tests: tests/compat/test_zarr_python.py.
 """
 
 from __future__ import annotations

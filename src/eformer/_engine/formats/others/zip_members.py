@@ -1,4 +1,7 @@
-"""Locate the members of zip archives, and check their checksums."""
+"""Locate the members of zip archives, and check their checksums.
+
+Tests: tests/compat/test_files_npz.py, tests/compat/test_torch_hostile.py.
+"""
 
 from __future__ import annotations
 

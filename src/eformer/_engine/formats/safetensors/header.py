@@ -1,4 +1,7 @@
-"""Read and write the header of a safetensors file: a length, then JSON with the place of each tensor."""
+"""Read and write the header of a safetensors file: a length, then JSON with the place of each tensor.
+
+Tests: tests/engine/formats/safetensors/test_header.py, tests/engine/formats/test_safetensors_others.py.
+"""
 
 from __future__ import annotations
 

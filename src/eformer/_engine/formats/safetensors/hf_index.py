@@ -1,4 +1,7 @@
-"""Write the Hugging Face index, `model.safetensors.index.json`, for readers that do not know the manifest."""
+"""Write the Hugging Face index, `model.safetensors.index.json`, for readers that do not know the manifest.
+
+Tests: tests/engine/formats/test_safetensors.py, tests/engine/formats/safetensors/test_names.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Plan safetensors files: group the leaves by file, and choose their offsets."""
+"""Plan safetensors files: group the leaves by file, and choose their offsets.
+
+Tests: tests/engine/formats/test_safetensors.py, tests/engine/loading/test_read_plan.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Find checkpoints in safetensors files, by a manifest of eformer or by the headers of the files."""
+"""Find checkpoints in safetensors files, by a manifest of eformer or by the headers of the files.
+
+Tests: tests/engine/formats/test_safetensors_others.py, tests/engine/formats/test_safetensors.py.
+"""
 
 from __future__ import annotations
 

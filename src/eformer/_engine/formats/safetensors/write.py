@@ -2,6 +2,8 @@
 
 A data file of a directory is never touched again once a manifest names it. Files that the manifest no longer names are
 removed last.
+
+Tests: tests/engine/formats/test_safetensors.py, tests/engine/saving/test_held_promises.py.
 """
 
 from __future__ import annotations

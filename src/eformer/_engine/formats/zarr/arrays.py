@@ -1,4 +1,8 @@
-"""Write a directory of zarr arrays, under one index or without an index, as other programs do."""
+"""Write a directory of zarr arrays, under one index or without an index, as other programs do.
+
+Tests: tests/engine/formats/test_zarr.py, tests/engine/stores/test_links_indexes.py,
+tests/engine/formats/test_process_records.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Plan zarr arrays: divide a leaf into chunks, one file for each, and describe it in `.zarray`, which is all header."""
+"""Plan zarr arrays: divide a leaf into chunks, one file for each, and describe it in `.zarray`, which is all header.
+
+Tests: tests/engine/formats/zarr/test_layout.py, tests/engine/formats/test_zarr.py.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@ nodes, (kind, arity, data, class or None, number of leaves, number of nodes); ch
 
     0 leaf      2 tuple                         4 list                           6 custom, data: auxiliary data
     1 None      3 namedtuple, data: the class   5 dict, data: the sorted keys    7 dataclass, data: static values
+
+Tests: tests/compat/test_original_structure.py, tests/compat/test_original_structure_attacks.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Find checkpoints in zarr arrays: by eformer's manifest in an index, by an index alone, or by the arrays."""
+"""Find checkpoints in zarr arrays: by eformer's manifest in an index, by an index alone, or by the arrays.
+
+Tests: tests/engine/formats/test_zarr.py, tests/engine/formats/test_hostile_arrays.py,
+tests/compat/test_original_checkpoints.py.
+"""
 
 from __future__ import annotations
 

@@ -145,8 +145,8 @@ const eformer = {};
   };
   const names = { auto: "as the system", light: "light", dark: "dark" };
   eformer.themeButton = () => {
-    let theme = "auto";
-    try { theme = localStorage.getItem("eformer-theme") ?? "auto"; } catch { /* a frame may not */ }
+    let theme = document.documentElement.dataset.theme ?? "auto";  // a page that is drawn again keeps it
+    try { theme = localStorage.getItem("eformer-theme") ?? theme; } catch { /* a frame may not */ }
     if (!(theme in icons)) theme = "auto";
     const path = eformer.s("path");
     const button = eformer.h("button.icon", { type: "button", id: "theme", onclick: () => {

@@ -53,6 +53,11 @@
     const look = async () => {
       try {
         const answer = await fetch("run.json", { cache: "no-store", headers: known ? { "If-None-Match": known } : {} });
+        if (!answer.ok && answer.status !== 304) {  // it has not changed
+          complain(`The server refuses to show the run (${answer.status}). Was \`eformer serve\` started again? Open the address that it prints.`);
+          tick();
+          return null;
+        }
         notice.hidden = true;
         answered = new Date().toISOString();
         tick();
@@ -61,6 +66,7 @@
         return await answer.json();
       } catch {
         complain(gone);
+        tick();
         return null;
       }
     };

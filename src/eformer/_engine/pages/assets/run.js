@@ -30,12 +30,13 @@
   // Keep the choice, the scroll positions and the focus while everything is drawn again.
   let lastChosen = null;
   const keepingPlace = (draw) => {
-    const table = document.querySelector("div.table"), focused = document.activeElement?.getAttribute("href");
+    const table = document.querySelector("div.table"), id = document.activeElement?.id, link = document.activeElement?.getAttribute("href");
+    const focused = id ? `#${CSS.escape(id)}` : link ? `a[href="${CSS.escape(link)}"]` : null;
     const [x, y, top, left] = [scrollX, scrollY, table?.scrollTop ?? 0, table?.scrollLeft ?? 0];
     draw();
     document.querySelector("div.table")?.scrollTo({ top, left });
     scrollTo(x, y);
-    if (focused) document.querySelector(`a[href="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
+    if (focused) document.querySelector(focused)?.focus({ preventScroll: true });
   };
 
   const drawSteps = (source, run) => {
@@ -100,9 +101,9 @@
     const nearest = (some, part) => some.reduce((best, step) => Math.abs(at(step.number) - part) < Math.abs(at(best.number) - part) ? step : best, some[0]);
     const goal = Math.max(1, (high - low) / 8), base = 10 ** Math.floor(Math.log10(goal));
     const gap = [1, 2, 5, 10].map((n) => n * base).find((n) => n >= goal);
-    const ticks = [];
-    for (let n = Math.ceil(low / gap) * gap; n <= high; n += gap) ticks.push(n);
-    return { at, nearest, ticks: ticks.length ? ticks : [low] };
+    const first = Math.ceil(low / gap) * gap, ticks = new Set();  // beyond 2**53, adding may give the same number
+    for (let n = 0; first + n * gap <= high && n <= 10; n++) ticks.add(first + n * gap);
+    return { at, nearest, ticks: ticks.size ? [...ticks] : [low] };
   };
   const words = (step) => step.isPast ? [`step ${count(step.number)}, removed`, metricWords(step)] : [`step ${count(step.number)}`, [bytes(step.nbytes), step.saved_at && eformer.time(step.saved_at), step.why && `saved: ${step.why}`].filter(Boolean).join(" · "),
     step.problem ? `damaged: ${step.problem}` : null,
@@ -139,7 +140,11 @@
     chosen.listeners.push(mark);
     return h("div.plot-box", picture, hit);
   };
-  const tickLabels = (axis) => h("div.axis-labels", { "aria-hidden": "true" }, axis.ticks.map((n) => h("span", { style: { left: `${axis.at(n) * 100}%` } }, eformer.amount(n).replace(" ", ""))));
+  // In short, such as 10k, unless two of them would read alike.
+  const tickLabels = ({ ticks, at }) => {
+    const short = ticks.map((n) => eformer.amount(n).replace(" ", "")), texts = new Set(short).size < ticks.length ? ticks.map(count) : short;
+    return h("div.axis-labels", { "aria-hidden": "true" }, ticks.map((n, which) => h("span", { style: { left: `${at(n) * 100}%` } }, texts[which])));
+  };
 
   const timeline = (run, axis, all, choose, chosen) => {
     const most = Math.max(1, ...run.steps.map((step) => step.nbytes));
