@@ -55,15 +55,8 @@ def _written_as_errors() -> Iterator[None]:
     try:
         yield
     except click.UsageError as error:
-        if not isinstance(error, _HELP):
-            error.show = partial(_show_usage, error)  # type: ignore[method-assign]
+        error.show = partial(_show_usage, error)  # type: ignore[method-assign]
         raise
-
-
-# The help of a program without arguments, which click 8.2 and later raise as an error of usage.
-_HELP: tuple[type[Exception], ...] = tuple(
-    filter(None, [getattr(click.exceptions, "NoArgsIsHelpError", None)])
-)
 
 
 def _show_usage(error: click.UsageError, file: Any = None) -> None:  # noqa: ARG001  the signature of click
