@@ -57,7 +57,7 @@ def commit_of(save: Save, entry: TreeEntry) -> Commit:
         fmt.index_name,
         entry.save_id,
         sweeps=True,
-        may_be_committed=partial(may_be_committed, save),
+        may_be_committed=partial(save_may_be_committed, save),
     )
 
 
@@ -79,7 +79,7 @@ def _change(save: Save, entry: TreeEntry, index: FormatIndex, store: Store) -> C
     return msgspec.structs.replace(change, tidy=tidy)
 
 
-def may_be_committed(save: Save) -> bool:
+def save_may_be_committed(save: Save) -> bool:
     """Tell, after an error, whether readers find the save; True if the index cannot be read.
 
     The files of a save that may be committed must stay.

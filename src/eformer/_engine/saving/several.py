@@ -26,7 +26,7 @@ from eformer._engine.record.digests import xxh3_128_of
 from eformer._engine.record.manifest import LeafEntry, Receipt, coverage_of, encode_leaves
 from eformer._engine.record.owners import joined_owners, owners_of
 from eformer._engine.record.planned import coverage, data_files
-from eformer._engine.saving.commit import may_be_committed
+from eformer._engine.saving.commit import save_may_be_committed
 from eformer._engine.saving.save import Save
 from eformer._engine.saving.staging import box_on_host
 from eformer._engine.tasks import interrupts
@@ -235,7 +235,7 @@ class SaveOfSeveral(Save):
             # Before the other processes hear of the commit, as they may save to the same directory right away.
             self.upload.close()
         except BaseException as error:
-            done = _IN_PLACE if may_be_committed(self) else _NOTHING
+            done = _IN_PLACE if save_may_be_committed(self) else _NOTHING
             raise _CommitError(f"{done}: {self.hosts.name(0)}: {error!r}", error) from error
         return b""
 
