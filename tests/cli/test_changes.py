@@ -496,7 +496,7 @@ def test_a_terminal_that_hangs_up_leaves_nothing_unless_nohup_was_said(tmp_path,
     command = f"{ignore}exec {EFORMER} convert {tmp_path}/old {tmp_path}/new --to npz --memory 200MB"
     process = subprocess.Popen(["bash", "-c", command], stderr=subprocess.PIPE, start_new_session=True)
     while not any(name.startswith(".eformer") for name in os.listdir(tmp_path)) and process.poll() is None:
-        pass
+        time.sleep(0.002)
     process.send_signal(signal.SIGHUP)
     process.communicate(timeout=60)
     there = sorted(os.listdir(tmp_path))
