@@ -18,7 +18,8 @@ from eformer import checkpoint, demo
 from eformer.checkpoint import load, save, verify
 from eformer.cli.commands import main
 from support import lora
-from support.commands import EFORMER, on_terminal, run
+from support.commands import EFORMER, run
+from support.programs import on_terminal
 
 COMPAT = Path(__file__).parents[1] / "compat"
 
@@ -379,7 +380,6 @@ def test_every_command_has_help_with_an_example(command):
 def test_a_pipe_that_is_closed_ends_it_quietly(tmp_path):
     save({f"l{i}": np.ones(2) for i in range(4_000)}, tmp_path / "many")
     for command in (
-        f"ls {tmp_path}/many",
         f"diff {tmp_path}/many {tmp_path}/many",
         f"inspect {tmp_path}/many --json",
     ):
@@ -521,7 +521,7 @@ def test_a_terminal_that_hangs_up_leaves_nothing_unless_nohup_was_said(tmp_path,
     command = f"{ignore}exec {EFORMER} convert {tmp_path}/old {tmp_path}/new --to npz --memory 200MB"
     process = subprocess.Popen(["bash", "-c", command], stderr=subprocess.PIPE, start_new_session=True)
     while not any(name.startswith(".eformer") for name in os.listdir(tmp_path)) and process.poll() is None:
-        pass
+        time.sleep(0.002)
     process.send_signal(signal.SIGHUP)
     process.communicate(timeout=60)
     there = sorted(os.listdir(tmp_path))

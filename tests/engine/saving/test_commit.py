@@ -33,6 +33,7 @@ from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_upload import LocalUpload
 from eformer.checkpoint import SaveOptions, load, save, save_async
 from eformer.errors import CorruptionError, EformerError, FormatError, MismatchError
+from support import programs
 from support.hosts import Crew, save_together, sharded_tree
 from support.trees import bits
 
@@ -186,7 +187,8 @@ os.kill(children[0], signal.SIGKILL)
 
 
 def test_a_forked_child_neither_keeps_locks_nor_waits_for_its_parent(tmp_path):
-    subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], check=True, timeout=60)
+    done = programs.run(FORKS, tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_save_that_cannot_start_holds_nobody_up(tmp_path, monkeypatch):
