@@ -39,11 +39,11 @@ from eformer._engine.loading.sources import Source as LoadSource
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.digests import Hasher
 from eformer._engine.record.indexes import MANIFEST
-from eformer._engine.record.manifest import Manifest, Receipt, RecordedSharding, weight_of
+from eformer._engine.record.manifest import Manifest, Receipt, RecordedSharding, coverage_of
 from eformer._engine.record.options import SaveOptions
 from eformer._engine.record.owners import OwnedLeaves, Owners
 from eformer._engine.record.planned import Source
-from eformer._engine.saving.commit import new_tree
+from eformer._engine.saving.commit import new_entry
 from eformer._engine.saving.reuse import Kept
 from eformer._engine.saving.save import Compared, Save
 from eformer._engine.saving.several import SaveOfSeveral, joined_receipts
@@ -114,7 +114,7 @@ class Case:
 class First:
     """The first of many hosts, whose others bring what it brings."""
 
-    index = 0
+    number = 0
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -125,8 +125,8 @@ class First:
     def process_of(self, device: Any) -> int:
         raise NotImplementedError
 
-    def name(self, index: int) -> str:
-        return f"process {index}"
+    def name(self, number: int) -> str:
+        return f"process {number}"
 
     def fail(self, error: BaseException, *, after_all: bool = False) -> str:
         raise error
@@ -178,7 +178,7 @@ def all_sources(case: Case) -> list[Source]:
     """The leaves as the first writer sees them, also those that it has nothing of."""
     own = {source.name: source for source in sources_of(case, 0)}
     like = next(iter(own.values()))
-    theirs = msgspec.structs.replace(like, parts=(), regions=(), is_first=False)
+    theirs = msgspec.structs.replace(like, parts=(), regions=(), writes_start=False)
     return [own.get(name) or msgspec.structs.replace(theirs, name=name) for name in names_of(case)]
 
 
@@ -222,11 +222,11 @@ def save(case: Case, url: str) -> Written:
 
 
 def first_save(case: Case, url: str) -> SaveOfSeveral:
-    tree = new_tree("bench", {"dict": {}}, {}, {})
+    entry = new_entry("bench", {"dict": {}}, {}, {})
     hosts, turn = First(case.writers), turns.take(url, "process 0")
     compared, sources = Compared([], Hasher()), all_sources(case)
     options = SaveOptions()
-    return SaveOfSeveral(store_at(url), "", "", "safetensors", sources, tree, options, hosts, turn, compared)
+    return SaveOfSeveral(store_at(url), "", "", "safetensors", sources, entry, options, hosts, turn, compared)
 
 
 def write_part(case: Case, first: SaveOfSeveral, writer: int, stack: ExitStack) -> Receipt:
@@ -236,7 +236,7 @@ def write_part(case: Case, first: SaveOfSeveral, writer: int, stack: ExitStack) 
     stack.callback(upload.close)
     files = fmt.layout([sources_of(case, writer)], {})
     header = partial(fmt.header, sha256={})
-    write(files, upload, first.tree.block, Staging(2**26), threads=1, meter=SILENT, header=header)
+    write(files, upload, first.entry.block, Staging(2**26), threads=1, meter=SILENT, header=header)
     part = dataclasses.replace(first)
     part.format, part.upload, part.numbers = fmt, upload, first.numbers
     return part.receipt(files, Kept(), {}, {})
@@ -248,9 +248,9 @@ def _add_others(case: Case, first: SaveOfSeveral, receipts: dict[int, Receipt]) 
     like = receipts[last]
     (file,) = like.files
     expected = sum(
-        weight_of(name, int(np.prod(case.shape(leaf)))) for leaf, name in enumerate(names_of(case))
+        coverage_of(name, int(np.prod(case.shape(leaf)))) for leaf, name in enumerate(names_of(case))
     )
-    missing = expected - sum(receipt.weight for receipt in receipts.values())
+    missing = expected - sum(receipt.coverage for receipt in receipts.values())
     data = Path(first.upload.data.path)
     for writer in range(case.writers):
         if writer in receipts:
@@ -260,7 +260,7 @@ def _add_others(case: Case, first: SaveOfSeveral, receipts: dict[int, Receipt]) 
         receipts[writer] = msgspec.structs.replace(
             like,
             files=[msgspec.structs.replace(file, name=name)],
-            weight=missing % 2**64,
+            coverage=missing % 2**64,
             owners=moved(case, like.owners, writer),
         )
         missing = 0

@@ -135,14 +135,14 @@ def real(directory: Path, nbytes: int, rounds: int) -> list[dict[str, Any]]:
 class Simulated:
     """One of `count` hosts, each of which has one of this process's devices."""
 
-    def __init__(self, index: int, count: int, order: dict[Any, int], meet: Any) -> None:
-        self.index, self.count, self.order, self.meet = index, count, order, meet
+    def __init__(self, number: int, count: int, order: dict[Any, int], meet: Any) -> None:
+        self.number, self.count, self.order, self.meet = number, count, order, meet
 
     def process_of(self, device: Any) -> int:
         return self.order[device]
 
-    def name(self, index: int) -> str:
-        return f"process {index}"
+    def name(self, number: int) -> str:
+        return f"process {number}"
 
     def fail(self, error: BaseException, *, after_all: bool = False) -> str:
         raise error
@@ -161,7 +161,7 @@ def simulate(count: int, leaves: int, cut: str, directory: Path) -> None:
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from eformer._engine.record.manifest import weight_of
+    from eformer._engine.record.manifest import coverage_of
     from eformer._engine.saving.save import Save
     from eformer._engine.saving.several import joined_receipts
     from eformer._engine.saving.start import start as start_save
@@ -189,6 +189,7 @@ def simulate(count: int, leaves: int, cut: str, directory: Path) -> None:
             hosts: Any = Simulated(index, count, order, first if index == 0 else lambda *_: said["answered"])
             start = time.perf_counter()
             save = start_save(tree, directory, hosts=hosts, detach=True)
+            stack.callback(save.turn.end)
             save.format = save.new_format()
             save.prepare(stack)
             agreed = time.perf_counter() - start
@@ -196,15 +197,15 @@ def simulate(count: int, leaves: int, cut: str, directory: Path) -> None:
             receipts.append(receipt)
             planned.append((agreed, wrote))
             saves.append(save)
-        expected = sum(weight_of(name, count * 8) for name in saves[0].leaves) if count > 1 else 0
+        expected = sum(coverage_of(name, count * 8) for name in saves[0].leaves) if count > 1 else 0
         data = Path(saves[0].upload.data.path)
-        missing = expected - sum(receipt.weight for receipt in receipts)
+        missing = expected - sum(receipt.coverage for receipt in receipts)
         for index in range(len(receipts), count):
             (like,) = receipts[-1].files
             name = f"copy-{index}-{like.name}"
             shutil.copy(data / like.name, data / name)
             part = msgspec.structs.replace(like, name=name)
-            receipts.append(msgspec.structs.replace(receipts[-1], files=[part], weight=missing % 2**64))
+            receipts.append(msgspec.structs.replace(receipts[-1], files=[part], coverage=missing % 2**64))
             missing = 0
         messages = [msgspec.msgpack.encode(receipt) for receipt in receipts]
         decode = msgspec.msgpack.Decoder(type(receipts[0])).decode

@@ -42,6 +42,8 @@ exclude_patterns = [
     "*/.scratch*",
 ]
 
+# classes of pictures (add_dark_pictures)
+myst_enable_extensions = ["attrs_inline"]
 myst_heading_anchors = 4  # links to headings are checked, too
 
 default_role = "code"  # of single backticks in docstrings
@@ -57,6 +59,7 @@ smartquotes = False  # options such as --to stay options that can be copied
 html_theme = "furo"
 html_title = f"eformer {release}"
 html_static_path = ["_site/static"]
+html_favicon = "_site/static/favicon.svg"
 html_css_files = ["site.css"]
 templates_path = ["_site/templates"]
 # the start page is docs/index.html
@@ -101,6 +104,20 @@ def add_navigation(app, name, source):
     """Add the tree of pages to the start page: on GitHub it would be shown as code."""
     if name == root_doc:
         source[0] += (HERE / "_site" / "navigation.md").read_text("utf-8")
+
+
+def add_dark_pictures(app, name, source):
+    """Show NAME-dark.png in the place of NAME.png where the page is dark, if there is one."""
+    folder = Path(app.srcdir, name).parent
+
+    def both(found):
+        alt, path = found.groups()
+        dark = f"{path}-dark.png"
+        if not (folder / dark).exists():
+            return found[0]
+        return f"![{alt}]({path}.png){{.only-light}}\n![{alt}]({dark}){{.only-dark}}"
+
+    source[0] = re.sub(r"!\[([^]]+)\]\(([\w./-]+)\.png\)", both, source[0])
 
 
 def convert_docstring(app, what, name, obj, options, lines):
@@ -174,6 +191,7 @@ def setup(app):
     app.add_source_suffix(".ipynb", "ipynb")
     app.add_source_parser(NotebookParser)
     app.connect("source-read", add_navigation)
+    app.connect("source-read", add_dark_pictures)
     app.connect("autodoc-process-docstring", convert_docstring)
     app.connect("autodoc-process-signature", simplify_signature)
     app.connect("sphinx-click-process-description", show_examples)

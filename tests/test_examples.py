@@ -6,6 +6,7 @@ The blocks of a page run one after the other in a directory of their own, with t
 
 import doctest
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from eformer import checkpoint
-from support import commands
+from support import commands, ministack, programs
 from support.pages import ROOT, blocks, pages
 from support.stages import HOLDS, REPLACED, STAGES, Done
 
@@ -28,7 +29,7 @@ PAGES = [page for page in pages() if page not in ELSEWHERE]
 
 
 def to_run(page):
-    return [block for block in blocks(page) if block.language in RUN and not block.not_run]
+    return [block for block in blocks(page) if (block.language in RUN or block.file) and not block.not_run]
 
 
 @pytest.fixture
@@ -80,6 +81,24 @@ def test_the_loop_for_schedulers_ends_with_its_code_and_goes_on_at_the_next_star
     assert checkpoint.load("run")["w"][0] == 3000
 
 
+@pytest.mark.skipif(ministack.program() is None, reason="ministack is not installed")
+@pytest.mark.usefixtures("alone")
+def test_a_run_resumes_in_a_bucket_on_this_machine(monkeypatch):
+    page, port = "docs/guides/buckets.md", str(ministack.free_port())
+    [train] = [block for block in blocks("docs/quickstart.md") if block.file == "train.py"]
+    Path("train.py").write_text(train.text)
+    [block] = [block for block in blocks(page) if "ministack -d" in block.text]
+    lines = block.text.replace("4566", port).splitlines()
+    assert lines[0].startswith("pip install ministack")
+    monkeypatch.setenv("PATH", f"{Path(ministack.program()).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("GATEWAY_PORT", port)
+    script = "\n".join(["set -eu", "trap 'ministack --stop || true' EXIT", *lines[1:]])
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "begins at step 0\nbegins at step 100\n" in done.stdout
+    assert re.search(r"100 .* resumed from\n +250 .*\n +300 ", done.stdout)
+
+
 def run(block, text, variables):
     if block.file:
         Path(block.file).write_text(text)
@@ -92,10 +111,14 @@ def run(block, text, variables):
 
 
 def run_line(line, where):
-    """Run a line of shell; a plain command of eformer by the means of all tests of commands, which is faster."""
+    """Run a line of shell; a plain command of eformer or a program by a fork of an interpreter, which is faster."""
     words = [os.path.expanduser(word) for word in shlex.split(line, comments=True)]
+    may_fail = words[-2:] == ["||", "true"]
     if words and words[0] == "eformer" and not {"|", "||", "&&", ">", ">>"} & set(words):
         commands.run(*words[1:])
+    elif words[:1] == ["python"] and words[2:] == (["||", "true"] if may_fail else []):
+        done = programs.run(Path(words[1]).read_text("utf-8"))
+        assert may_fail or done.returncode == 0, f"{where}: {line}\n{done.stdout}\n{done.stderr}"
     else:
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", line], capture_output=True, text=True, check=False
@@ -124,4 +147,4 @@ def test_every_block_is_of_a_known_kind():
 
 def test_few_blocks_are_not_run_and_say_why():
     left_out = [block for page in pages() for block in blocks(page) if block.not_run]
-    assert len(left_out) == 17, [f"{block.page}, line {block.line}: {block.not_run}" for block in left_out]
+    assert len(left_out) == 18, [f"{block.page}, line {block.line}: {block.not_run}" for block in left_out]

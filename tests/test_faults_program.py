@@ -147,10 +147,7 @@ def test_saves_without_syncs_are_found_by_power_cuts(tmp_path):
 
 
 def test_loads_without_digests_are_found_by_flipped_bits(tmp_path):
-    words = [
-        run("--repeat", f"flips/control without digests/{seed}", out=tmp_path).stdout for seed in range(1, 3)
-    ]
-    assert any("wrong" in word for word in words)
+    assert "wrong" in run("--repeat", "flips/control without digests/1", out=tmp_path).stdout
 
 
 def test_a_kind_or_layout_that_does_not_exist_is_refused(tmp_path):

@@ -409,6 +409,12 @@ def test_a_leaf_that_became_nan_is_loud_in_words_and_one_click_away(browser, com
     assert cell  # its words are not cut
 
 
+def test_the_legend_explains_hatched_cells_where_there_are_any(browser, compared):
+    legend = "return document.querySelector('.changes .legend').innerText"
+    assert "not read" in Page(browser).open(compared["served"]).js(legend)
+    assert "not read" not in Page(browser).open(compared["file"]).js(legend)
+
+
 def test_a_leaf_of_the_server_that_became_nan_is_as_loud_once_it_was_read(browser, compared):
     page = Page(browser).open(compared["served"])
     assert page.js("return document.querySelectorAll('#became, td.became').length") == 0

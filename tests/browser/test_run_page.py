@@ -234,8 +234,8 @@ def test_a_step_that_became_nan_and_a_metric_that_is_not_finite_are_marked(tmp_p
     assert "not finite at step 3" in page.text()
     newest = page.js("return document.querySelector('table.steps tbody tr').textContent")
     assert "1 leaf became NaN or Inf" in newest
-    assert "step-3: 1 leaf became NaN or Inf" in page.js(
-        "return document.querySelector('.notes').textContent"
+    assert "step-3: 1 leaf became NaN or Inf: w" in page.js(
+        "return document.querySelector('.notes.bad').textContent"
     )
 
 
@@ -287,3 +287,17 @@ def test_names_of_metrics_and_rules_are_text_and_no_markup(browser, tmp_path):
     assert shown[:5] == [*names[:3], "مرحبا\\u202e", names[4]]
     assert page.js("return document.querySelectorAll('img').length") == 0
     assert f"keeps the best 3 by {names[0]} (min)" in page.text()
+
+
+def test_the_ends_of_an_axis_never_read_the_same(tmp_path, browser):
+    with checkpoint.Run(tmp_path / "run", every=1) as run:
+        for step, value in enumerate([1.0, 2.0, 3.9996, 7.999], 1):
+            run.after(step, {"w": np.full(2, value)}, metrics={"loss": 100_000.0 + step})
+    checkpoint.report(tmp_path / "run").save(tmp_path / "run.html")
+    page = Page(browser).open((tmp_path / "run.html").as_uri())
+    ends = page.js(
+        "return [...document.querySelectorAll('.range')].map((one) => [...one.children].map((end) => end.textContent))"
+    )
+    assert len(ends) == 2
+    for one in ends:
+        assert len(set(one)) == 2, ends

@@ -15,8 +15,9 @@ import pytest
 import safetensors.numpy
 
 from eformer import checkpoint
-from support.commands import EFORMER, on_terminal, run
+from support.commands import EFORMER, run
 from support.damage import flip
+from support.programs import on_terminal
 
 ORBAX = Path(__file__).parents[1] / "compat" / "orbax"
 
@@ -387,15 +388,14 @@ def test_output_that_nobody_reads_is_no_failure(model, tmp_path):
         assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
 
 
-@pytest.mark.parametrize("errors", [None, subprocess.STDOUT])
-def test_the_exit_code_is_the_commands_own_when_nobody_reads(model, tmp_path, errors):
+def test_the_exit_code_is_the_commands_own_when_nobody_reads(model, tmp_path):
     path = Path(shutil.copytree(model, tmp_path / "damaged"))
     flip(path / "model.safetensors", -10)
-    for arguments, code in (
-        (["verify", model], 0),
-        (["verify", path], 1),
-        (["verify", tmp_path / "missing"], 2),
-        (["--help"], 0),
+    for arguments, errors, code in (
+        (["verify", model], subprocess.STDOUT, 0),
+        (["verify", path], None, 1),
+        (["verify", tmp_path / "missing"], subprocess.STDOUT, 2),
+        (["--help"], None, 0),
     ):
         reader, writer = os.pipe()
         os.close(reader)
@@ -452,3 +452,20 @@ def test_a_conversion_that_leaves_files_out_needs_allow_missing(tmp_path):
     done = run("convert", path, tmp_path / "new", "--to", "safetensors", "--allow-missing")
     assert "not read, may hold leaves: more.bin" in done.stdout
     run("verify", tmp_path / "new")
+
+
+def test_without_a_command_the_help_is_printed_once():
+    done = run()
+    assert done.stdout.count("Usage: ") == 1
+    assert done.stderr == ""
+
+
+def test_an_argument_with_choices_is_asked_for_in_one_line():
+    last = run("completion", code=2).stderr.splitlines()[-1]
+    assert last == "error: missing argument '{bash|zsh|fish}'. Choose from: bash, zsh, fish"
+
+
+def test_an_option_before_its_command_is_told_where_it_belongs():
+    done = run("--store-option", "a=b", "ls", "x", code=2)
+    assert "no such option '--store-option'; write it after the command" in done.stderr.replace(": -", " '-")
+    assert "write it" not in run("--no-such-option", "ls", "x", code=2).stderr

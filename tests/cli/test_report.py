@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from eformer.checkpoint import Run, save
-from support.commands import EFORMER, on_terminal
+from support.commands import EFORMER
 from support.commands import run as command
 from support.damage import flip
+from support.programs import on_terminal
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import signal
-import subprocess
+import tempfile
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
-from support.commands import EFORMER
 from support.commands import run as command
+from support.programs import start_command
 
 
 @pytest.fixture
@@ -26,18 +26,28 @@ def saved(tmp_path):
 @contextmanager
 def served(*arguments):
     """Start the program; return its process and the address that it printed."""
-    process = subprocess.Popen(
-        [EFORMER, "serve", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"NO_COLOR": "1"},
-    )
-    try:
-        yield process, process.stdout.readline().strip()
-    finally:
-        process.kill()
-        process.communicate()
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = (os.path.join(folder, name) for name in ("out", "err"))
+        os.mkfifo(out)
+        process = start_command("serve", *arguments, out=out, err=err, NO_COLOR="1")
+        with open(out, encoding="utf-8") as output:
+            try:
+                yield Served(process, output, err), output.readline().strip()
+            finally:
+                process.kill()
+                process.join(30)
+
+
+class Served:
+    def __init__(self, process, output, errors):
+        self.process, self.output, self.errors = process, output, errors
+
+    def ended(self, number):
+        """Send a signal; return the exit code, and the rest of the output and of the errors."""
+        os.kill(self.process.pid, number)
+        self.process.join(30)
+        with open(self.errors, encoding="utf-8") as errors:
+            return self.process.exitcode, self.output.read(), errors.read()
 
 
 def get(url, path=""):
@@ -58,9 +68,7 @@ def test_it_prints_an_address_with_a_token_answers_and_ends_at_once(saved, numbe
         assert json.loads(get(url, "run.json")[1])["steps"][0]["number"] == 1
         assert json.loads(get(url, "step/1/leaf.json?path=w")[1])["checked"] is True
         assert get(url.rpartition("/")[0][:-1], "/")[0] == 403
-        process.send_signal(number)
-        out, err = process.communicate(timeout=30)
-        assert (process.returncode, out, err) == (0, "", "Ctrl-C stops the server.\n")
+        assert process.ended(number) == (0, "", "Ctrl-C stops the server.\n")
 
 
 def test_a_checkpoint_alone_is_served_at_the_port_that_was_asked_for(saved):
@@ -75,8 +83,7 @@ def test_another_host_is_warned_of(saved):
     with served(saved, "--host", "0.0.0.0") as (process, url):
         assert url.startswith("http://0.0.0.0:")
         assert get(url.replace("0.0.0.0", "127.0.0.1"))[0] == 200
-        process.terminate()
-        warning = process.communicate(timeout=30)[1].splitlines()[0]
+        warning = process.ended(signal.SIGTERM)[2].splitlines()[0]
     assert warning.startswith("warning: other machines can reach 0.0.0.0: the address below gives access to")
 
 

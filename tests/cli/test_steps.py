@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from eformer.checkpoint import Run
-from support.commands import on_terminal
 from support.commands import run as command
+from support.programs import on_terminal
 
 
 @pytest.fixture

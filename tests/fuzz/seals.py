@@ -6,7 +6,7 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.record.digests import NO_DIGEST, stamp_digest, xxh3_128
-from eformer._engine.record.signature import SIGNATURE, SignedFile, digest_piece, sign_files
+from eformer._engine.record.signature import SIGNATURE, SignedFile, digest_block, sign_files
 from eformer._engine.stores.keys import private_key
 from fuzz.cases import DATABASE
 from fuzz.documents import Embedded, parse, written
@@ -59,7 +59,7 @@ def _sign(case: Case, name: str) -> None:
     alone = name.removesuffix(SIGNATURE).removesuffix(".")
     signed = [alone] if alone in case.files else [file for file in case.files if file != name]
     digests = [
-        SignedFile(file, len(case.files[file]), (digest_piece(case.files[file]),))
+        SignedFile(file, len(case.files[file]), (digest_block(case.files[file]),))
         for file in signed
         if file.isprintable()
     ]

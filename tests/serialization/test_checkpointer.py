@@ -3,8 +3,6 @@
 import datetime as dt
 import json
 import signal
-import subprocess
-import sys
 import uuid
 from datetime import timedelta
 
@@ -24,6 +22,7 @@ from eformer.serialization import (
     find_latest_checkpoint,
 )
 from eformer.serialization.checkpointer import _read_checkpoint_metadata
+from support import programs
 from support.damage import flip
 from support.original import DATA
 
@@ -400,7 +399,7 @@ for step in (1, 2):
 
 @pytest.mark.parametrize("at", ["between", "after"])
 def test_a_trainer_that_is_killed_between_two_trees_resumes_from_the_step_before(tmp_path, at):
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), at], check=False)
+    killed = programs.run(KILLED, tmp_path, at)
     assert killed.returncode == -signal.SIGKILL
     assert (tmp_path / "run-2").is_dir()
     assert find_latest_checkpoint(tmp_path) == str(tmp_path / "run-1")

@@ -80,7 +80,7 @@ class Shardings(Backend):
         manager.save({"a": {"kernel": jnp.ones(8)}}, path)
         manager.load(path, line(), partition_rules=[("kernal", P("model")), ("a/kernel", P()), ("bias", P())])
         assert [record.getMessage() for record in caplog.records] == [
-            "partition_rules= that match no leaf: 'kernal'; 'bias'"
+            "partition_rules= that match no leaf: 'kernal'; 'bias'; they are searched for in names such as 'a/kernel'"
         ]
 
     @pytest.mark.parametrize("nested", [False, True])

@@ -306,7 +306,6 @@ def test_an_error_of_the_callback_is_the_callers(path, kernels):
 
 def most_in_flight(path, **arguments):
     """How many arrays there are at once, if the callback keeps none of them."""
-    gc.collect()  # arrays of earlier tests do not go meanwhile
     before, seen = len(jax.live_arrays()), []
     tree_deserialize_leaves(
         path, line(), callback=lambda array, key: seen.append(len(jax.live_arrays()) - before), **arguments
@@ -317,6 +316,7 @@ def most_in_flight(path, **arguments):
 
 def test_the_chunk_size_bounds_how_many_arrays_are_in_flight(path):
     tree_serialize_leaves(path, {f"w{i}": jnp.ones(10) for i in range(8)})
+    gc.collect()  # arrays of earlier tests do not go meanwhile
     for size in (1, 2, 3):
         assert most_in_flight(path, chunk_size=size) <= size
     assert most_in_flight(path) == most_in_flight(path, chunk_size=100) == 8

@@ -65,7 +65,7 @@ class One:
     def die(self, _: CommitLog | UnsetType) -> bytes:
         raise DiedError
 
-    def is_done(self) -> bool:
+    def may_be_committed(self) -> bool:
         return self.dies  # the dead withdraw nothing
 
 

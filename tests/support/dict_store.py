@@ -46,7 +46,7 @@ class DictStore(ListedStore):
             self, [self.inside(name) for name in names], [(versions or {}).get(n) for n in names]
         )
 
-    def begin(self, root="", token="", *, save_id="", is_first=False):
+    def begin(self, root="", token="", *, save_id="", may_be_new=False):
         return DictUpload(self, f"{root}/" if root else "")
 
     def version(self, name):
@@ -102,13 +102,11 @@ class DictUpload:
     def put(self, files):
         self.new |= {self.start + name: data for name, data in files}
 
-    def link(self, name, source, entry):
-        if not isinstance(source, DictStore) or source.version(entry.name) != entry.version:
+    def link(self, name, store, entry):
+        if not isinstance(store, DictStore) or store.version(entry.name) != entry.version:
             return False
-        if source.path_to(entry.name) != self.store.path_to(
-            self.start + name
-        ):  # else it has its name already
-            self.put([(name, source.read(entry.name)[0])])
+        if store.path_to(entry.name) != self.store.path_to(self.start + name):  # else it has its name already
+            self.put([(name, store.read(entry.name)[0])])
         return True
 
     def sync(self):

@@ -37,13 +37,13 @@ class Crew:
         """Run `work(host)` on every host; return the results, or the errors that were raised."""
         outcomes: list[Any] = [None] * self.count
 
-        def play(index: int) -> None:
+        def play(number: int) -> None:
             try:
-                outcomes[index] = work(Host(self, index))
+                outcomes[number] = work(Host(self, number))
             except Exception as error:  # noqa: BLE001
-                outcomes[index] = error
+                outcomes[number] = error
 
-        threads = [threading.Thread(target=play, args=(index,)) for index in range(self.count)]
+        threads = [threading.Thread(target=play, args=(number,)) for number in range(self.count)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -63,8 +63,8 @@ class Meeting:
 
 
 class Host:
-    def __init__(self, crew: Crew, index: int) -> None:
-        self.crew, self.index, self.count = crew, index, crew.count
+    def __init__(self, crew: Crew, number: int) -> None:
+        self.crew, self.number, self.count = crew, number, crew.count
         self.rounds = 0
         self.is_over = False
 
@@ -72,7 +72,7 @@ class Host:
         assert isinstance(message, bytes)
         self.crew.sent.append(len(message))
         meeting = self._say(message)
-        if self.index == 0:
+        if self.number == 0:
             with meeting.changed:
                 meeting.wait(lambda: None not in meeting.messages)
             try:
@@ -97,7 +97,7 @@ class Host:
             return ""
         self.is_over = True
         meeting = self._say(self._told(error))
-        if self.index == 0:
+        if self.number == 0:
             if after_all:
                 with meeting.changed:
                     meeting.wait(lambda: None not in meeting.messages)
@@ -109,13 +109,13 @@ class Host:
 
     def _told(self, error: BaseException) -> ProcessError:
         is_said = isinstance(error, ProcessError)
-        return ProcessError(str(error) if is_said else f"{self.name(self.index)}: {error!r}")
+        return ProcessError(str(error) if is_said else f"{self.name(self.number)}: {error!r}")
 
     def _say(self, message: Any) -> Meeting:
         meeting = self.crew.meeting(self.rounds)
         self.rounds += 1
         with meeting.changed:
-            meeting.messages[self.index] = message
+            meeting.messages[self.number] = message
             meeting.changed.notify_all()
         return meeting
 
@@ -128,8 +128,8 @@ class Host:
     def process_of(self, device: Any) -> int:
         return jax.devices().index(device) * self.count // jax.device_count()
 
-    def name(self, index: int) -> str:
-        return f"process {index}"
+    def name(self, number: int) -> str:
+        return f"process {number}"
 
 
 def save_together(crew, tree_of, path, layout=("safetensors", {}), **options):

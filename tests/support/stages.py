@@ -24,10 +24,6 @@ LLAMA_RULES = r"""
 model\.layers\.(\d+)\.mlp\.up\.weight -> layers.up | transpose | stack \1
 model\.embed\.weight -> embed
 """
-BACK_RULES = r"""
-layers\.up -> model.layers.{}.mlp.up.weight | unstack | transpose
-embed -> model.embed.weight
-"""
 
 
 class Done(KeyboardInterrupt):
@@ -51,6 +47,7 @@ HOLDS: dict[str, Callable[[dict[str, Any]], bool]] = {
         after["run"].step == round(float(after["model"].layers[0].bias[0])) == 80
     ),
     "docs/guides/from-flax.md": lambda after: after["state"]["step"] == after["state"]["w"][0, 0] == 80,
+    "docs/guides/from-hugging-face.md": lambda after: same_as_llama(after),
     "docs/guides/from-orbax.md": lambda after: after["state"]["step"] == after["state"]["w"][0, 0] == 80,
     "docs/guides/from-safetensors.md": lambda after: after["params"]["layer.bias"][0] == 80,
 }
@@ -82,6 +79,28 @@ def llama(path: str) -> dict[str, Any]:
     safetensors.numpy.save_file(weights, Path(path, "model.safetensors"))
     Path("llama.rules").write_text(LLAMA_RULES)
     return {"layers": {"up": jnp.zeros((3, 4, 2))}, "embed": jnp.zeros((8, 2))}
+
+
+def named_as_llama(path: str) -> None:
+    """Write a model with the names and the layout of LlamaForCausalLM."""
+    shapes = {"self_attn.q_proj": (16, 16), "self_attn.k_proj": (8, 16), "self_attn.v_proj": (8, 16)}
+    shapes |= {"self_attn.o_proj": (16, 16), "mlp.gate_proj": (32, 16), "mlp.up_proj": (32, 16)}
+    shapes |= {"mlp.down_proj": (16, 32), "input_layernorm": (16,), "post_attention_layernorm": (16,)}
+    names = {f"model.layers.{i}.{name}": shape for i in range(3) for name, shape in shapes.items()}
+    names |= {"model.embed_tokens": (32, 16), "model.norm": (16,), "lm_head": (32, 16)}
+    draw = np.random.default_rng(0).standard_normal
+    weights = {f"{name}.weight": draw(shape).astype(np.float32) for name, shape in names.items()}
+    Path(path).mkdir(parents=True)
+    safetensors.numpy.save_file(weights, Path(path, "model.safetensors"))
+    for name in ("config.json", "generation_config.json"):
+        Path(path, name).write_text("{}")
+
+
+def same_as_llama(after: dict[str, Any]) -> bool:
+    """Tell whether both ways back lead to the leaves of the model, bit for bit."""
+    both = [checkpoint.diff("models/llama", path) for path in ("again", "for-hf")]
+    on_devices = after["params"]["layers"]["self_attn"]["q_proj"].sharding.spec
+    return all(one.same for one in both) and on_devices == P(None, None, "model")
 
 
 @stage("README.md")
@@ -125,9 +144,7 @@ def _loops() -> dict[str, Any]:
 
 @stage("docs/guides/from-hugging-face.md")
 def _hugging_face() -> dict[str, Any]:
-    llama("models/llama")  # in the home directory, which is this one
-    Path("rules.txt").write_text(LLAMA_RULES)
-    Path("back.txt").write_text(BACK_RULES)
+    named_as_llama("models/llama")  # in the home directory, which is this one
     return {}
 
 
@@ -197,7 +214,7 @@ def _manager() -> dict[str, Any]:
 
 @stage("docs/guides/recipes.md")
 def _recipes() -> dict[str, Any]:
-    llama("hf/llama")
+    named_as_llama("hf/llama")
     return {}
 
 

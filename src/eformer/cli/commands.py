@@ -42,17 +42,17 @@ def main(debug: bool) -> None:  # noqa: ARG001  read by the group
 
     \b
     Examples:
-    eformer inspect ./checkpoint             show the format and the tree
-    eformer ls ./checkpoint "*.bias"         list leaves, one line each
-    eformer verify ./checkpoint              check every byte against its digest
-    eformer diff ./checkpoint ./other        show which leaves differ
-    eformer sign ./checkpoint --key private.pem
-    eformer convert ./checkpoint model.safetensors --dtype bf16
-    eformer report ./checkpoint              write a page for a browser
-    eformer steps ./run                      list the steps of a run
-    eformer serve ./run                      show a run while it trains
-    eformer prune ./run --keep 3             delete old checkpoints
-    eformer demo                             try everything in ten seconds
+      eformer inspect ./checkpoint             show the format and the tree
+      eformer ls ./checkpoint "*.bias"         list leaves, one line each
+      eformer verify ./checkpoint              check every byte against its digest
+      eformer diff ./checkpoint ./other        show which leaves differ
+      eformer sign ./checkpoint --key private.pem
+      eformer convert ./checkpoint model.safetensors --dtype bf16
+      eformer report ./checkpoint              write a page for a browser
+      eformer steps ./run                      list the steps of a run
+      eformer serve ./run                      show a run while it trains
+      eformer prune ./run --keep 3             delete old checkpoints
+      eformer demo                             try everything in ten seconds
     """
     # As a KeyboardInterrupt, so that a command that is terminated removes its unfinished files.
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -440,7 +440,7 @@ def prune(
     amount = f"{count(len(plan.removed), 'checkpoint')}, {size(plan.nbytes)}"
     if not dry_run:
         if plan.removed and not yes:
-            click.confirm(f"Remove {amount}?", abort=True)
+            _confirm(f"Remove {amount}?")
         asked_for, plan = plan.removed, remove_planned(plan)
         for name in asked_for if not as_json else ():
             if name not in plan.removed:
@@ -449,8 +449,25 @@ def prune(
     if as_json:
         facts = picked(plan, "directory", "removed", "kept", "left", "other_files", "scores", "nbytes")
         print_json(facts | {"dry_run": dry_run})
-    elif plan.removed and not dry_run:
+    elif not plan.removed:
+        click.echo("no checkpoint to remove")
+    elif not dry_run:
         click.echo(f"removed {amount}")
+
+
+def _confirm(question: str) -> None:
+    """Ask, and end the command unless the answer is yes. If standard input ends without an answer, name --yes."""
+    try:
+        agreed = click.confirm(question)
+    except click.Abort:
+        if sys.stdin is not None and sys.stdin.isatty():  # Ctrl-C or Ctrl-D
+            raise
+        click.echo(err=True)  # the question has no line end
+        raise click.UsageError(
+            "standard input has no answer: add --yes to delete without a question"
+        ) from None
+    if not agreed:
+        raise click.Abort
 
 
 def _show_plan(plan: Pruned) -> None:

@@ -55,22 +55,25 @@ def _written_as_errors() -> Iterator[None]:
     try:
         yield
     except click.UsageError as error:
-        if not isinstance(error, _HELP):
-            error.show = partial(_show_usage, error)  # type: ignore[method-assign]
+        error.show = partial(_show_usage, error)  # type: ignore[method-assign]
         raise
-
-
-# The help of a program without arguments, which click 8.2 and later raise as an error of usage.
-_HELP: tuple[type[Exception], ...] = tuple(
-    filter(None, [getattr(click.exceptions, "NoArgsIsHelpError", None)])
-)
 
 
 def _show_usage(error: click.UsageError, file: Any = None) -> None:  # noqa: ARG001  the signature of click
     if error.ctx is not None:
         say(f"{error.ctx.get_usage()}\nTry '{error.ctx.command_path} --help' for help.\n", err=True)
-    problem = error.format_message().removesuffix(".")
-    print_error(problem[:1].lower() + problem[1:])
+    # Choices of an argument have a line each.
+    problem = " ".join(error.format_message().removesuffix(".").split())
+    print_error(problem[:1].lower() + problem[1:] + _hint(error))
+
+
+def _hint(error: click.UsageError) -> str:
+    """Return a hint for an option of commands that stands before the command."""
+    if not isinstance(error, click.NoSuchOption) or error.ctx is None:
+        return ""
+    commands = getattr(error.ctx.command, "commands", {}).values()
+    known = {name for command in commands for param in command.params for name in param.opts}
+    return "; write it after the command" if error.option_name in known else ""
 
 
 # Arguments of the functions, as options of the command line.
@@ -158,6 +161,10 @@ class Commands(click.Group):
             return super().main(*args, **options)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        # Versions of click disagree about the output of a group without a command.
+        if not args and not ctx.resilient_parsing:
+            click.echo(ctx.get_help())
+            ctx.exit()
         ctx.obj = "--json" in args
         with _written_as_errors():
             return super().parse_args(ctx, args)

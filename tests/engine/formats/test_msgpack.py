@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import os
 import subprocess
 import sys
 import tracemalloc
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from eformer._engine.formats.msgpack.reader import unpack_tree
 from eformer._engine.formats.msgpack.writer import can_pack, pack_tree
 from eformer.errors import FormatError, LeafError
+from support import programs
 from support.trees import Moments, assert_same, flax_trees, leaves
 
 CHUNK = 2**30
@@ -262,6 +262,7 @@ import gc, tracemalloc
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from eformer.pytree._serialization import from_bytes, to_bytes
+jax.config.update("jax_num_cpu_devices", 8)
 mesh = jax.make_mesh((4, 2), ("x", "y"))
 host = np.arange(2**18, dtype=np.int32).reshape(512, 512) % 7
 for spec in (P("x", "y"), P("y", "x"), P(None, "x"), P("x"), P()):
@@ -280,8 +281,7 @@ print("ok")
 
 
 def test_sharded_arrays_are_written_whole_and_leave_no_copy_behind():
-    flags = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", SHARDED], env=flags, capture_output=True, text=True)
+    done = programs.run(SHARDED)
     assert done.stdout == "ok\n", done.stderr
 
 

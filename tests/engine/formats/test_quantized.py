@@ -4,8 +4,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from eformer import checkpoint
 from eformer.checkpoint import convert, load, save
 from eformer.errors import EformerError, QuantizedError
 from eformer.serialization import AsyncCheckpointManager
+from support import programs
 
 SAMPLES = Path(__file__).parents[2] / "compat"
 F8 = ml_dtypes.float8_e4m3fn
@@ -431,8 +430,8 @@ def test_a_configuration_that_may_not_be_read_stops_no_load():
         os.chmod(folder, 0o755)
         path = model(Path(folder) / "model", {"a.weight": block()}, {})
         (path / "model.safetensors").chmod(0o644)
-        command = [sys.executable, "-c", AS_USER, str(path)]
-        done = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
+        done = programs.run(AS_USER, path)
+    assert done.returncode == 0, done.stderr
     assert "eformer cannot tell whether it declares the model as quantised" in done.stderr
 
 

@@ -52,6 +52,14 @@ class TestArraysInChunks(InArrays, OnDisk, DirectoryContract):
         save(model(), path)
         assert len(list((path / "params" / "embed").iterdir())) == 4
 
+    @pytest.mark.thorough  # more files than elsewhere, and the same commit
+    def test_a_reader_always_sees_one_whole_checkpoint(self, path):
+        super().test_a_reader_always_sees_one_whole_checkpoint(path)
+
+    @pytest.mark.thorough
+    def test_saves_to_one_path_commit_in_the_order_they_were_called(self, path):
+        super().test_saves_to_one_path_commit_in_the_order_they_were_called(path)
+
     def data_file(self, path):
         """The chunk whose bytes the contract goes looking for."""
         wanted = np.arange(700.0, 740.0, dtype=np.float32).tobytes()

@@ -11,7 +11,7 @@ from eformer._engine.loading.read_plan import READ_BYTES, Want, packed_nbytes, p
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, TreeEntry
 from eformer._engine.record.pieces import count_pieces
-from eformer._engine.saving.snapshot import owners
+from eformer._engine.saving.snapshot import choose_writers
 
 BLOCK = 64
 HEADER = 100  # bytes, of every file
@@ -123,7 +123,7 @@ def test_an_empty_leaf_is_not_read():
 def test_bytes_are_spread_evenly_over_those_who_hold_them():
     written = np.zeros(3, np.int64)
     holders = [(10, [0, 1, 2]), (10, [0, 1, 2]), (30, [0]), (10, [0, 1, 2]), (5, [2])]
-    chosen = owners([(nbytes, np.array(who)) for nbytes, who in holders], written)
+    chosen = choose_writers([(nbytes, np.array(who)) for nbytes, who in holders], written)
     assert chosen == [0, 1, 0, 2, 2]
     assert written.tolist() == [40, 10, 15]
 

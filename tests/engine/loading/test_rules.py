@@ -146,7 +146,9 @@ def test_the_recorded_kind_of_memory_is_kept_where_the_devices_have_it():
 def test_rules_that_match_no_name_are_listed_once(caplog):
     rules = [("a/w", P()), ("b", P()), (r"^w", P())]
     warn_of_idle_rules(["a.w", "a.v"], PlacementRequest(rules=rules))
-    assert [record.getMessage() for record in caplog.records] == ["rules= that match no leaf: 'b'; '^w'"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "rules= that match no leaf: 'b'; '^w'; they are searched for in names such as 'a/w'"
+    ]
     warn_of_idle_rules(["a.w"], PlacementRequest(rules=rules[:1]))
     warn_of_idle_rules(["a.w"], PlacementRequest())
     assert len(caplog.records) == 1

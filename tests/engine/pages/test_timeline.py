@@ -62,7 +62,7 @@ def test_a_step_in_which_the_model_became_nan_is_told_and_its_successors_are_not
     changes = {step["number"]: step["change"] for step in facts["steps"]}
     assert [(changes[n]["became"], changes[n]["special"]) for n in (2, 3, 4)] == [(0, 1), (1, 2), (0, 2)]
     assert changes[3]["relative"] == 0.0  # of the elements that are finite in both
-    assert facts["notes"] == ["step-3: 1 leaf became NaN or Inf"]
+    assert facts["notes"] == ["step-3: 1 leaf became NaN or Inf: w"]
 
 
 def test_optimizers_and_plain_numbers_that_became_nan_are_told(tmp_path):
@@ -70,8 +70,19 @@ def test_optimizers_and_plain_numbers_that_became_nan_are_told(tmp_path):
         for step, (moment, scale) in enumerate([(1.0, 1.0), (np.nan, 1.0), (np.nan, np.inf)], 1):
             run.after(step, {"w": np.ones(4), "opt_state": {"nu": np.full(4, moment)}, "scale": scale})
     facts = checkpoint.report(tmp_path / "run").data["run"]
-    assert facts["notes"] == [f"step-{step}: 1 leaf became NaN or Inf" for step in (2, 3)]
+    assert facts["notes"] == [
+        "step-2: 1 leaf became NaN or Inf: opt_state.nu",
+        "step-3: 1 leaf became NaN or Inf: scale",
+    ]
     assert facts["steps"][1]["change"]["norm"] == 0.0
+
+
+def test_a_note_names_a_parameter_before_an_optimizer(tmp_path):
+    with Run(tmp_path / "run", every=1) as run:
+        for step, value in enumerate([1.0, np.nan], 1):
+            run.after(step, {"a_mu": {"mu": np.full(4, value)}, "w": np.full(4, value)})
+    facts = checkpoint.report(tmp_path / "run").data["run"]
+    assert facts["notes"] == ["step-2: 2 leaves became NaN or Inf: w and 1 more"]
 
 
 def test_a_run_that_is_nan_throughout_says_so(tmp_path):

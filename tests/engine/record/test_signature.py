@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key, l
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eformer._engine.record.signature import SIGNED_PIECE_BYTES, SignedFile, sign_files, signed_files
+from eformer._engine.record.signature import SIGNED_BLOCK_BYTES, SignedFile, sign_files, signed_files
 from eformer._engine.stores.keys import private_key, public_key
 from eformer.checkpoint import inspect, load, save, sign, verify
 from eformer.errors import SignatureError
@@ -42,7 +42,7 @@ def test_another_program_can_verify_it(path):
     statement = json.loads(payload)
     assert statement.keys() == {"piece_bytes", "files"}
     size = statement["piece_bytes"]
-    assert size == SIGNED_PIECE_BYTES == 2**23
+    assert size == SIGNED_BLOCK_BYTES == 2**23
     found = {}
     for name in sorted(os.listdir(path)):
         data = (path / name).read_bytes()
@@ -82,10 +82,10 @@ STATEMENTS = {
     "not JSON": b"{",
     "deep": b"[" * 100_000,
     "a list": b"[]",
-    "no files": {"piece_bytes": SIGNED_PIECE_BYTES},
-    "files by name": {"piece_bytes": SIGNED_PIECE_BYTES, "files": {"a": 1}},
-    "another field": {"piece_bytes": SIGNED_PIECE_BYTES, "files": [], "links": []},
-    "another field of a file": {"piece_bytes": SIGNED_PIECE_BYTES, "files": [entry() | {"link": "x"}]},
+    "no files": {"piece_bytes": SIGNED_BLOCK_BYTES},
+    "files by name": {"piece_bytes": SIGNED_BLOCK_BYTES, "files": {"a": 1}},
+    "another field": {"piece_bytes": SIGNED_BLOCK_BYTES, "files": [], "links": []},
+    "another field of a file": {"piece_bytes": SIGNED_BLOCK_BYTES, "files": [entry() | {"link": "x"}]},
     "other pieces": {"piece_bytes": 2**20, "files": []},
     "no pieces": {"piece_bytes": 0, "files": []},
     "above": [entry("../x")],
@@ -111,7 +111,7 @@ STATEMENTS = {
 def test_nonsense_that_the_right_key_has_signed_is_refused(path, name):
     found = STATEMENTS[name]
     if isinstance(found, list):
-        found = {"piece_bytes": SIGNED_PIECE_BYTES, "files": found}
+        found = {"piece_bytes": SIGNED_BLOCK_BYTES, "files": found}
     put(path, found if isinstance(found, bytes) else json.dumps(found).encode())
     for refuse in (load, verify):
         with pytest.raises(SignatureError, match=r"eformer\.sig"):

@@ -1,6 +1,7 @@
 """A run that is resumed after its code has changed: another optimizer, a renamed layer, another dtype, another shape."""
 
 import errno
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -51,10 +52,16 @@ def trained(path, state, until, **resume):
     return state, found
 
 
+@pytest.fixture(scope="module")
+def three_steps(tmp_path_factory):
+    path = tmp_path_factory.mktemp("changed_code") / "run"
+    trained(path, start(), 3)
+    return path
+
+
 @pytest.fixture
-def path(tmp_path):
-    trained(tmp_path / "run", start(), 3)
-    return tmp_path / "run"
+def path(three_steps, tmp_path):
+    return shutil.copytree(three_steps, tmp_path / "run")
 
 
 def test_another_optimizer(path, caplog):

@@ -277,3 +277,17 @@ def test_a_run_that_was_collected_leaves_signals_to_the_program(tmp_path):
         assert told.wait(10)
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_step_of_several_trees_resumes_by_prefix_until_the_run_has_saved_one(tmp_path):
+    for name in ("ema", "model"):
+        checkpoint.save({"w": name}, tmp_path / "run" / "step-1", prefix=name)
+    with checkpoint.Run(tmp_path / "run", every=1) as run:
+        with pytest.raises(ValueError, match=r"pass prefix=, one of \['ema', 'model'\]"):
+            run.resume()
+        assert run.resume(prefix="model").tree == {"w": "model"}
+        run.after(2, {"w": "later"})
+    with checkpoint.Run(tmp_path / "run", every=1) as run:
+        with pytest.raises(ValueError, match="has no prefix 'model'"):
+            run.resume(prefix="model")
+        assert run.resume().tree == {"w": "later"}

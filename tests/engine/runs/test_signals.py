@@ -14,6 +14,7 @@ from eformer import checkpoint
 from eformer._engine.runs import signals as signals_module
 from eformer._engine.runs.retention import steady_clock
 from eformer.checkpoint import Run
+from support import programs
 from support.interrupting import pressed_at
 
 TREE = {"w": np.ones(2)}
@@ -196,14 +197,7 @@ is_thorough = os.environ.get("EFORMER_FAULTS_STRIDE") == "1"
 
 
 def played(name, path, free_port):
-    program = subprocess.run(
-        [sys.executable, "-c", _START + PROGRAMS[name], path, str(free_port)],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )
+    program = programs.run(_START + PROGRAMS[name], path, free_port)
     return program.returncode, program.stdout, program.stderr
 
 
@@ -238,12 +232,6 @@ def test_a_program_is_told_to_end(tmp_path, free_port, name):
         assert step.number == 1
 
 
-def outcome_of(code, tmp_path):
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
-
-
 FORKED = """
 import os, signal, time
 from eformer.checkpoint import Run
@@ -261,7 +249,7 @@ with Run("outer"), Run("run"):
 
 
 def test_a_forked_process_ends_at_a_signal_as_it_would_without_a_run(tmp_path):
-    assert outcome_of(FORKED, tmp_path).stdout == "-15\n"
+    assert programs.run(FORKED, cwd=tmp_path).stdout == "-15\n"
 
 
 HANGS = """
@@ -296,12 +284,13 @@ signal.signal(signal.SIGTERM, lambda *_: seen.append(time.monotonic()))
 with Run("run") as run:
     while not seen or seen[-1] < seen[0] + 2:
         os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.05)
     print(run.should_stop())
 """
 
 
 def test_a_second_signal_is_left_to_the_handler_that_was_there_before(tmp_path):
-    assert outcome_of(HANDLED, tmp_path).stdout == "True\n"
+    assert programs.run(HANDLED, cwd=tmp_path).stdout == "True\n"
 
 
 CLOSED = """
@@ -315,7 +304,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_runs_that_end_in_the_order_in_which_they_began_leave_no_handler(tmp_path):
-    assert outcome_of(CLOSED, tmp_path).returncode == -signal.SIGTERM
+    assert programs.run(CLOSED, cwd=tmp_path).returncode == -signal.SIGTERM
 
 
 def test_the_last_save_is_made_even_if_the_one_before_has_failed(tmp_path, caplog):

@@ -33,6 +33,7 @@ from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_upload import LocalUpload
 from eformer.checkpoint import SaveOptions, load, save, save_async
 from eformer.errors import CorruptionError, EformerError, FormatError, MismatchError
+from support import programs
 from support.hosts import Crew, save_together, sharded_tree
 from support.trees import bits
 
@@ -186,7 +187,8 @@ os.kill(children[0], signal.SIGKILL)
 
 
 def test_a_forked_child_neither_keeps_locks_nor_waits_for_its_parent(tmp_path):
-    subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], check=True, timeout=60)
+    done = programs.run(FORKS, tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_save_that_cannot_start_holds_nobody_up(tmp_path, monkeypatch):
@@ -353,7 +355,7 @@ def test_an_error_of_one_is_an_error_of_all(tmp_path):
 
     def work(host):
         prepared = start(tree, tmp_path, hosts=host)
-        if host.index == 1:  # no more to go by
+        if host.number == 1:  # no more to go by
             few = SimpleNamespace(max_chunk_bytes=None, max_shard_bytes=2**30, compression=None, ocdbt=False)
             prepared = dataclasses.replace(prepared, options=few)
         complete(prepared)
@@ -406,7 +408,7 @@ def test_what_each_process_has_for_itself_does_not_differ_without_a_word(tmp_pat
     shared = {"large": np.zeros(10**5), "v": 1}
     assert save_together(Crew(3), lambda host: shared | {"n": np.arange(3)}, tmp_path) == [None] * 3
     assert not caplog.text
-    outcomes = save_together(Crew(3), lambda host: shared | {"n": np.arange(3) + host.index}, tmp_path)
+    outcomes = save_together(Crew(3), lambda host: shared | {"n": np.arange(3) + host.number}, tmp_path)
     assert outcomes == [None] * 3
     assert "process 1 and 1 more differ from process 0" in caplog.text
     np.testing.assert_array_equal(load(tmp_path)["n"], np.arange(3))
@@ -534,7 +536,7 @@ def test_a_difference_in_a_large_tree_is_found(tmp_path, monkeypatch):
     names = [f"leaf{number:05d}" for number in range(100)]
 
     def tree(host, odd):
-        return {name: np.zeros(3 if name == odd and host.index else 2) for name in names}
+        return {name: np.zeros(3 if name == odd and host.number else 2) for name in names}
 
     for odd, said in (
         ("leaf00003", ["leaf00003: float64[3]", "leaf00003: float64[2]"]),

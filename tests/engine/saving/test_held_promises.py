@@ -4,8 +4,6 @@ import errno
 import hashlib
 import os
 import stat
-import subprocess
-import sys
 import tempfile
 
 import msgspec
@@ -22,6 +20,7 @@ from eformer._engine.stores.directory import Directory
 from eformer._engine.stores.local import LocalStore
 from eformer._engine.stores.local_upload import LocalUpload
 from eformer.checkpoint import SaveOptions, load, save
+from support import programs
 from support.buckets import forget
 from support.hosts import Crew
 from support.links import foreign_array
@@ -141,7 +140,8 @@ assert load(sys.argv[1] + "/" + sys.argv[2])["w"][0] == 1
 def test_an_ordinary_user_may_save_wherever_files_may_be_created(name, mode, umask):
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
-        subprocess.run([sys.executable, "-c", AS_USER, folder, name, mode, umask], check=True, timeout=120)
+        done = programs.run(AS_USER, folder, name, mode, umask)
+    assert done.returncode == 0, done.stderr
 
 
 # ------------------------------------------------------------------------------------------------ litter

@@ -136,6 +136,19 @@ def test_other_answers_keep_their_code_and_their_message(server):
         checkpoint.load("s3://words/x")
 
 
+def test_a_server_that_cannot_be_reached_is_named_without_the_words_of_the_client():
+    options = {"endpoint": "http://127.0.0.1:1", "retries": 0, **credentials()}
+    with (
+        checkpoint.store_options("s3://words", **options),
+        pytest.raises(
+            OSError, match=r"s3://words/x.*: the server http://127.0.0.1:1 cannot be reached"
+        ) as raised,
+    ):
+        checkpoint.load("s3://words/x")
+    assert "Generic" not in str(raised.value)
+    assert "Generic" in "".join(traceback.format_exception(raised.value)), "in the chained exception"
+
+
 # Messages of obstore where no credentials were found, and it asked the machine in vain.
 ASKED = {
     "s3": ("http://127.0.0.1:1/latest/api/token", "AWS_ACCESS_KEY_ID"),

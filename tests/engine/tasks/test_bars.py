@@ -1,15 +1,13 @@
 """Progress bars, and that nothing depends on them."""
 
 import os
-import pty
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from jupyter_client.manager import start_new_kernel
 
 from eformer.checkpoint import load, save
+from support import programs
 
 _SAVE = """
 import sys, numpy as np
@@ -41,31 +39,24 @@ def test_a_notebook_has_a_live_bar(tmp_path, monkeypatch):
     assert shown[-1].startswith("loading <progress")
 
 
-def ends(path, stdout, stderr):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    command = [sys.executable, "-c", _SAVE, path]
-    return subprocess.run(command, stdout=stdout, stderr=stderr, timeout=120, env=environment).returncode
+# Nobody reads the standard error, or its disk is full.
+_UNREAD = "import os\nread, write = os.pipe()\nos.close(read), os.dup2(write, 2)"
+_FULL = "import os\nos.dup2(os.open('/dev/full', os.O_WRONLY), 2)"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
 def test_errors_of_a_bar_are_ignored(tmp_path):
-    with open("/dev/full", "w") as full:
-        assert ends(tmp_path / "a", subprocess.DEVNULL, full) == 0
-    read, write = os.pipe()
-    os.close(read)  # nobody listens
-    with os.fdopen(write, "w") as broken:
-        assert ends(tmp_path / "b", subprocess.DEVNULL, broken) == 0
-    assert load(tmp_path / "b")["w"][-1] == 999_999
+    for name, errors in (("a", _FULL), ("b", _UNREAD)):
+        done = programs.run(errors + _SAVE, tmp_path / name)
+        assert (done.returncode, done.stdout) == (0, "loaded w\ndone\n")
+        assert load(tmp_path / name)["w"][-1] == 999_999
 
 
 def test_a_bar_does_not_redirect_piped_output(tmp_path):
-    master, terminal = pty.openpty()
-    with open(tmp_path / "printed", "w") as printed:
-        assert ends(tmp_path / "c", printed, terminal) == 0
-    os.close(terminal)
-    assert (tmp_path / "printed").read_text() == "loaded w\ndone\n"
-    assert b"saving" in os.read(master, 100_000)
-    os.close(master)
+    printed = tmp_path / "printed"
+    shown, code = programs.with_errors_on_terminal(_SAVE, tmp_path / "c", out=printed)
+    assert (code, printed.read_text()) == (0, "loaded w\ndone\n"), shown
+    assert "saving" in shown
 
 
 @pytest.mark.parametrize("progress", [1, "yes", 0, []])

@@ -12,6 +12,7 @@ import pytest
 from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.interrupts import check, held_back, let_through, uninterrupted
 from eformer._engine.tasks.pool import run_all
+from support import programs
 
 
 def press():
@@ -276,7 +277,5 @@ def test_a_function_of_the_caller_that_never_ends_is_interrupted(tmp_path, funct
             checkpoint.save({{"w": np.zeros(9)}}, "there", overwrite=True)
             print(checkpoint.load("there")["w"].sum())
     """
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    done = programs.run(program, cwd=tmp_path)
     assert (done.stdout, done.returncode) == ("0.0\n", 0), done.stderr

@@ -1,9 +1,5 @@
 """Report the progress of saves and loads to a callback or a bar."""
 
-import os
-import pty
-import subprocess
-import sys
 import threading
 
 import jax
@@ -19,7 +15,7 @@ from eformer._engine.loading import load as _load
 from eformer._engine.tasks import progress as _progress
 from eformer._engine.tasks.progress import SILENT, Meter, metered
 from eformer.checkpoint import SaveOptions, load, save, verify
-from support.commands import all_of
+from support import programs
 from support.trees import assert_same
 
 SIZES = {"large": 3 * 2**20, "rows": 4 * 1001 * 7, "small": 4 * 10, "half": 2 * 6}
@@ -288,28 +284,15 @@ def test_without_progress_nothing_is_reported(progress):
 # ----------------------------------------------------------------------------------------------- bar
 
 
-def on_terminal(code):
-    """Return what a program writes to a terminal as standard error, and to standard output."""
-    master, slave = pty.openpty()
-    environment = {**os.environ, "COLUMNS": "120", "TERM": "xterm-256color"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=slave, env=environment
-    )
-    os.close(slave)
-    written = all_of(master)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, written
-    return written, out
-
-
 def test_true_draws_a_bar_on_standard_error(tmp_path):
-    shown, out = on_terminal(
+    shown, code = programs.with_errors_on_terminal(
         "import numpy as np; from eformer import checkpoint as c\n"
         f"path = {str(tmp_path / 'x')!r}\n"
         "c.save({'a': np.ones(100_000)}, path, progress=True)\n"
-        "assert c.load(path, progress=True)['a'][0] == 1"
+        "assert c.load(path, progress=True)['a'][0] == 1",
+        out=tmp_path / "out",
     )
-    assert out == b""
+    assert (code, (tmp_path / "out").read_text()) == (0, ""), shown
     for part in ("saving", "loading", "800 kB of 800 kB, "):
         assert part in shown
 
@@ -319,6 +302,6 @@ def test_true_writes_no_escapes_without_a_terminal(tmp_path):
         "import numpy as np; from eformer import checkpoint as c\n"
         f"c.save({{'a': np.ones(9)}}, {str(tmp_path / 'x')!r}, progress=True)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == ""
+    done = programs.run(code)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert "\x1b" not in done.stderr

@@ -3,8 +3,6 @@
 import enum
 import json
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from flax import nnx
 from eformer._engine.tools.adapter import is_lora, parse_adapter_name, target_modules
 from eformer.checkpoint import convert, load, save, verify
 from eformer.errors import CorruptionError, MismatchError
-from support import lora
+from support import lora, programs
 from support.trees import assert_same
 
 Q0 = "base_model.model.model.layers.0.q_proj"
@@ -313,8 +311,7 @@ convert(sys.argv[1], sys.argv[2], to="peft", config={"lora_alpha": 4}, progress=
 
 
 def test_killed_between_its_two_files_it_leaves_neither(source, tmp_path):
-    command = [sys.executable, "-c", _KILLED, str(source), str(tmp_path / "adapter")]
-    assert subprocess.run(command).returncode == 9
+    assert programs.run(_KILLED, source, tmp_path / "adapter").returncode == 9
     assert not (tmp_path / "adapter").exists()
     convert(source, tmp_path / "adapter", to="peft", config={"lora_alpha": 4})
     assert sorted(os.listdir(tmp_path)) == ["adapter", "lora"]

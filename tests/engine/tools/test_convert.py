@@ -20,7 +20,7 @@ from eformer._engine.loading import fetch as _transfer
 from eformer._engine.record.boxes import Box, contiguous
 from eformer.checkpoint import SaveOptions, convert, diff, inspect, load, save, verify
 from eformer.errors import CorruptionError, MismatchError
-from support import trees
+from support import programs, trees
 from support.faults import STRIDE
 from support.trees import Moments, assert_same
 
@@ -423,7 +423,7 @@ def test_committed_remains_of_dead_saves_stay(tmp_path):
         "many.LocalUpload._finish = lambda *_, **__: os._exit(9)\n"
         "save({'w': np.full(4, 7.0)}, sys.argv[1], format='tensorstore')"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "p")])
+    done = programs.run(code, tmp_path / "p")
     assert done.returncode == 9
     save({"v": 1}, tmp_path / "other")
     convert(tmp_path / "other", tmp_path / "p" / "new", to="safetensors")

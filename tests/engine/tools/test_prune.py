@@ -4,8 +4,6 @@ import fcntl
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from eformer._engine.stores.locate import store_at
 from eformer._engine.tools.prune import plan_removal, remove_planned
 from eformer.checkpoint import Keep, Run, load, prune, save, score, steps
 from eformer.errors import EformerError, NotFoundError
+from support import programs
 
 ORBAX = Path(__file__).parents[2] / "compat" / "orbax"
 ORIGINAL = Path(__file__).parents[2] / "compat" / "data" / "checkpointer"
@@ -518,7 +517,7 @@ def test_what_a_dead_save_left_is_swept(run, form, step):
     shutil.rmtree(run / "run-100")
     save({"w": np.full(1000, 100)}, run / "run-100", format=form)
     before = {name: sorted(os.listdir(run / name)) for name in os.listdir(run)}
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(run / f"run-{step}"), form], check=False)
+    killed = programs.run(KILLED, run / f"run-{step}", form)
     assert killed.returncode == -signal.SIGKILL
     assert any(path.name.endswith(".tmp") for path in run.rglob("*"))
     prune(run, keep=4, dry_run=True)

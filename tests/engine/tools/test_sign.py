@@ -91,7 +91,7 @@ LAYOUTS = {
 def small_pieces(monkeypatch):
     """So that small files have many pieces, and reads begin and end inside of them."""
     for module in ("record.signature", "stores.signed"):
-        monkeypatch.setattr(f"eformer._engine.{module}.SIGNED_PIECE_BYTES", 512)
+        monkeypatch.setattr(f"eformer._engine.{module}.SIGNED_BLOCK_BYTES", 512)
     monkeypatch.setattr(SignedStore, "read_bytes", 2048)
 
 
@@ -172,7 +172,7 @@ def originals(tmp_path_factory):
     made = Originals()
     with pytest.MonkeyPatch.context() as monkeypatch:
         for module in ("record.signature", "stores.signed"):
-            monkeypatch.setattr(f"eformer._engine.{module}.SIGNED_PIECE_BYTES", 512)
+            monkeypatch.setattr(f"eformer._engine.{module}.SIGNED_BLOCK_BYTES", 512)
         for name, make in LAYOUTS.items():
             path = make(tmp_path_factory.mktemp("original") / "made")
             sign(path, private_key=PRIVATE)

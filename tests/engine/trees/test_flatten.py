@@ -3,12 +3,10 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import pkgutil
 import subprocess
 import sys
 import types
-from pathlib import Path
 from typing import NamedTuple
 
 import equinox as eqx
@@ -31,6 +29,7 @@ from eformer._engine.trees.nodes import register_node
 from eformer._engine.trees.unflatten import unflatten, unflatten_like
 from eformer.errors import MismatchError, StructureError
 from eformer.serialization._keys import is_array_like, join_key, leaf_key_paths
+from support import programs
 from support.trees import HOSTILE, Empty, Layer, Moments, Pair, Setting, Unregistered, any_trees, assert_same
 
 pytestmark = pytest.mark.usefixtures("trusted")
@@ -324,10 +323,7 @@ def test_structures_that_a_class_does_not_fit_are_errors_and_not_crashes():
         "    try: print(unflatten(json.loads(text), leaves))\n"
         "    except StructureError: print('refused', flush=True)"
     )
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-c", code, *map(json.dumps, CRASHED_ONCE)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    done = programs.run(code, *map(json.dumps, CRASHED_ONCE))
     assert done.stdout.splitlines() == ["refused"] * len(CRASHED_ONCE), done
 
 

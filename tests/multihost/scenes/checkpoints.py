@@ -285,7 +285,7 @@ def meet_often(times, nbytes):
     """Everyone's message reaches the first, whose answer reaches everyone."""
     for number in range(times):
         hosts = _hosts.current("tests")
-        mine = bytes([hosts.index]) * nbytes
+        mine = bytes([hosts.number]) * nbytes
         answer = hosts.meet(mine, lambda messages, n=number: bytes([n % 256]) * nbytes + b"".join(messages))
         assert answer == bytes([number % 256]) * nbytes + b"".join(
             bytes([i]) * nbytes for i in range(hosts.count)

@@ -97,7 +97,7 @@ class Found:
     versions        the versions of files that were read, to detect a newer file of the same name. A manifest's files
                     need none, because they are never replaced
     foreign         facts that only the reader of another program's format knows
-    check_beside    checks files of eformer that hold no leaves: indexes for other readers, and marks
+    check_beside    checks files of eformer that hold no leaves: Hugging Face indexes, and marks
     signed_by       the public key whose owner has signed every byte that is read; None without `signed_by=`
     """
 

@@ -36,12 +36,12 @@ def joined_trees(
 ) -> Mapping[str, TreeEntry]:
     """Return trees by prefix: the trees that a manifest has `recorded`, and trees to be `described` on first use. If
     several processes wrote a recorded tree, their records are read on first use, too."""
-    if not described and not any(tree.parts for tree in recorded.values()):
+    if not described and not any(tree.wholeness for tree in recorded.values()):
         return recorded
-    parts = {prefix: partial(_joined, store, tree) for prefix, tree in recorded.items() if tree.parts}
-    listed = {prefix: partial(_listed, store, tree) for prefix, tree in recorded.items() if tree.parts}
-    whole = {prefix: tree for prefix, tree in recorded.items() if prefix not in parts}
-    return Trees(whole, {**parts, **(described or {})}, also or {}, listed)
+    joined = {prefix: partial(_joined, store, tree) for prefix, tree in recorded.items() if tree.wholeness}
+    listed = {prefix: partial(_listed, store, tree) for prefix, tree in recorded.items() if tree.wholeness}
+    whole = {prefix: tree for prefix, tree in recorded.items() if prefix not in joined}
+    return Trees(whole, {**joined, **(described or {})}, also or {}, listed)
 
 
 def _joined(store: Store, tree: TreeEntry) -> TreeEntry:

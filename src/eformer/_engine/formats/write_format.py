@@ -7,7 +7,7 @@ A format is made for one save. It plans files, and reads and extends the index; 
     format.layout(groups, sha256)          turn sources into planned files
     format.header(file, sha256)            if `header_needs_digests`: once the digests of the file's extents are known
     format.read_index(store)               under the lock of the place, if it has one
-    index.commit(tree, store, upload)      choose final names, and make the next index
+    index.change_for(tree, store, upload)  choose final names, and make the next index
 
 Tests: tests/engine/formats/test_safetensors.py, tests/engine/formats/test_zarr.py.
 """
@@ -36,7 +36,7 @@ class FormatIndex(stores.OldIndex, Protocol):
     def barred(self) -> Container[str]:
         """The saves and files that no later index may name."""
 
-    def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
+    def change_for(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
         """Choose final names for the new files, and make the next index."""
 
 
@@ -91,9 +91,9 @@ class WriteFormat(Protocol):
     def check_place(self, store: Store) -> bool:
         """Tell whether the place holds a checkpoint; refuse files that eformer must not replace."""
 
-    def begin(self, store: Store, token: str = "", *, is_first: bool = False) -> Upload:
-        """Begin an upload; with a `token`, join the upload of another process. A place that `is_first` has no
-        checkpoint yet."""
+    def begin(self, store: Store, token: str = "", *, may_be_new: bool = False) -> Upload:
+        """Begin an upload; with a `token`, join the upload of another process. `may_be_new` if `check_place` has found
+        no checkpoint."""
 
     def layout(self, groups: Sequence[Sequence[Source]], sha256: Mapping[str, str]) -> list[PlannedFile]:
         """Plan the files of the leaves. Leaves of different groups never share a file."""
@@ -106,11 +106,11 @@ class WriteFormat(Protocol):
 
     def read_index(self, store: Store) -> FormatIndex: ...
 
-    def is_committed(self, store: Store, save_id: str) -> bool:
+    def may_be_committed(self, store: Store, save_id: str) -> bool:
         """Tell whether the index names a save; True if that cannot be known."""
 
 
-def is_committed(format: WriteFormat, store: Store, save_id: str) -> bool:  # noqa: A002
+def may_be_committed(format: WriteFormat, store: Store, save_id: str) -> bool:  # noqa: A002
     """Tell whether the index names a save. If it cannot be read, return True, so that no named file is removed."""
     try:
         return format.read_index(store).has_committed(save_id)

@@ -1,1 +1,1 @@
-"""Load trees: select, place, plan, fetch, assemble."""
+"""Load trees: find, rename, select, place, fetch (plan, read, assemble), rebuild."""

@@ -1,4 +1,5 @@
-"""Load a tree: find, select, place, plan, fetch, assemble."""
+"""Load a tree: find the checkpoint; rename, select and place its leaves; fetch them, which plans, reads and assembles;
+rebuild the tree."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from eformer._engine.loading.sources import (
     TreeReader,
     check_sha256,
     completed,
+    given_by,
     name_by_order,
-    owned,
     read_computed,
     refuse_bare_leaf,
     refuse_kinds,
@@ -298,7 +299,11 @@ class LoadedTree:
 
 @uninterrupted
 def load_tree(paths: Sequence[Path], request: Request) -> LoadedTree:
-    """Load one checkpoint, or several as if they were one, as `request` asks."""
+    """Load one checkpoint, or several as if they were one, as `request` asks.
+
+    Wait first for saves of this process to these paths in the background. If a newer save replaces a checkpoint during
+    the read, start again; give up after 100 attempts. After 5 restarts, hold back the saves of this process.
+    """
     like = None if request.like is None else flatten(request.like)[0]
     placement = on_current_mesh(request.placement, like)
     if placement is not request.placement:
@@ -344,17 +349,19 @@ class Load:
             arrays = self.fetch(sources)
             for source in sources:
                 if source.reader:
-                    source.reader.require_unwritten()
+                    source.reader.require_unchanged()
         with gc_paused():
             tree = self.rebuild(contents, selection, arrays)
         dropped = dict.fromkeys(name for source in sources for name in source.dropped)
         return LoadedTree(tree, sources[0].entry, selection.report(dropped))
 
     def find(self, found: Found, stack: ExitStack) -> LoadSource:
-        """Read the record of the tree to load, and warn of files that are not read and may hold leaves."""
+        """Return the checkpoint as a source, with the record of the tree to load. Warn of files that may hold leaves
+        and are not read."""
         request = self.request
         found = request.whole_of(found) if request.whole_of else found
         with reading(found):
+            # Rules and SHA-256 need all extents now. Otherwise `place` reads only the process records that it needs.
             needs_all = request.rename is not None or request.sha256 is not None
             entry = found.tree(request.prefix) if needs_all else found.listed(request.prefix)
             paths = found.left_out(request.prefix)
@@ -383,13 +390,14 @@ class Load:
             spell_alike(sources, self.like)
 
     def select(self, sources: Sequence[LoadSource]) -> tuple[Contents, Selection]:
-        """Choose the leaves to load, and the checkpoint that gives each. Refuse leaves that do not fit."""
+        """Choose the leaves to load and, of several checkpoints, the one that each is read from. Refuse leaves that do
+        not fit."""
         request, like, is_one = self.request, self.expected, len(sources) == 1
         contents = sources[0].contents if is_one else merge_contents([source.contents for source in sources])
         names = contents.select(request.keys, is_list=request.is_list)
         if BARE_LEAF in names and len(names) > 1 and request.keys is None and not request.partial:
             refuse_bare_leaf(sources)
-        given = [names] if is_one else owned(sources, names, request, like)
+        given = [names] if is_one else given_by(sources, names, request, like)
         for source, own in zip(sources, given, strict=True):
             if source.found.foreign.find_quantized and request.dequant is None:
                 refuse_quantized(source, own, names, request, like)
@@ -401,7 +409,8 @@ class Load:
         return contents, selection
 
     def place(self, sources: Sequence[LoadSource], contents: Contents, selection: Selection) -> None:
-        """Decide where the arrays go, and find the boxes that this process reads."""
+        """Decide where the arrays go, and which boxes this process reads. If several processes wrote the tree, read the
+        records that have these boxes."""
         place_targets(selection.targets, contents, self.request)
         for source in sources:
             if self.request.whole_of:
@@ -410,7 +419,7 @@ class Load:
                 source.locate(source.entry)
 
     def fetch(self, sources: Sequence[LoadSource]) -> dict[str, Any]:
-        """Read the arrays, put them on their devices and pass them to the caller's functions, batch by batch."""
+        """Read the leaves, make arrays of them on their devices, and call the caller's functions, batch by batch."""
         request = self.request
         arrays: dict[str, Any] = {}
         for source in sources:
@@ -464,7 +473,7 @@ class Load:
         return assembled, others
 
     def finish(self, batch: list[LeafTarget], assembled: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """Move the assembled arrays of a batch to `arrays`, through the caller's functions."""
+        """Call the caller's functions on the arrays of a batch, and add the results to `arrays`."""
         callback = self.request.callback
         arrived(list(assembled.values()))  # the caller's functions may run programs on them, see `Transfer`
         for target in batch:
@@ -477,7 +486,7 @@ class Load:
     def rebuild(self, contents: Contents, selection: Selection, arrays: dict[str, Any]) -> Any:
         """Return the leaves in the structure of `like`, flat by name for `keys`, or in the recorded structure."""
         request = self.request
-        if self.expected is not self.like:
+        if self.expected is not self.like:  # the checkpoint has no names
             arrays = completed(arrays, self.like or {})
         leaves = {**arrays, **selection.values}
         if request.like is not None:
@@ -491,9 +500,10 @@ class Load:
 
 
 def _agree(hosts: Hosts, step: str, *, is_last: bool) -> None:
-    """Wait for all processes to reach the same step of the same save; start again if they have found different saves.
+    """Wait until all processes have read the same batch of the same save.
 
-    Raise an error if another process has failed.
+    Raise ReplacedError, which begins the load again, if they have read different saves. Raise ProcessError if a process
+    has failed.
     """
     if hosts.meet(step.encode(), lambda steps: b"" if len(set(steps)) == 1 else b"again"):
         time.sleep(_BETWEEN_RESTARTS)

@@ -32,7 +32,7 @@ from eformer._engine.loading.device_put import PutShards, Transfer, default_devi
 from eformer._engine.loading.fetch import aligned, check_pieces, raise_damage
 from eformer._engine.loading.large_leaves import LargeLeaf, Part
 from eformer._engine.loading.placement import default_memory
-from eformer._engine.loading.read import Reading, read_targets, require_unwritten
+from eformer._engine.loading.read import Reading, read_targets, require_unchanged
 from eformer._engine.loading.read_plan import packed_nbytes, plan_reads
 from eformer._engine.loading.slot_split import Sent, Split, splits_of
 from eformer._engine.record.dtypes import dtype_from_name
@@ -115,7 +115,7 @@ def stream(
         stream = _Stream(targets, tree, stack, DeviceCheck(tree, _SLOT_BYTES) if verify else None)
         threads = max(2, threads * 7 // 8)  # the other cores are for the transfers
         run_all(stream.tasks(reading), threads, stream.give_up)
-        require_unwritten(tree, reading.files)
+        require_unchanged(tree, reading.files)
         wait_for(list(stream.loaded.values()))  # before the exit stack unlocks the slots
         wrong = stream.check.wrong() if stream.check else []
         if stream.check and stream.check.unchecked:

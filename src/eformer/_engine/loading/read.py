@@ -57,11 +57,11 @@ def read_targets(
             targets = reading.map(targets, threads)
         reads = plan_reads(targets, tree, found.store.read_bytes)
         run_all(reading.tasks(targets, reads), threads)
-        require_unwritten(tree, files)
+        require_unchanged(tree, files)
 
 
 class Reading:
-    """Read targets of one tree. Call `map` or `tasks` for some targets at a time, then `require_unwritten`, then close
+    """Read targets of one tree. Call `map` or `tasks` for some targets at a time, then `require_unchanged`, then close
     the `files`."""
 
     def __init__(self, found: Found, tree: TreeEntry, *, verify: bool, meter: Meter = SILENT) -> None:
@@ -141,8 +141,8 @@ class Reading:
                 )
 
 
-def require_unwritten(tree: TreeEntry, files: Files) -> None:
-    """Raise if a file was written to while it was read, and has no digests that would detect this."""
+def require_unchanged(tree: TreeEntry, files: Files) -> None:
+    """Raise if another program wrote to a file without digests while it was read."""
     if not tree.has_digests and (name := files.rewritten()):
         raise FileNotFoundError(f"{name} was written to while it was being read")
 

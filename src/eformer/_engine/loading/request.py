@@ -1,4 +1,4 @@
-"""The arguments of a load, as frozen records that every step reads; and the report of its result."""
+"""The arguments of a load, as frozen values, and the report of its result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DEFAULT = LoadOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRequest:
-    """Arguments of `load` that place leaves, and options of the documented doors:
+    """Arguments of `load` that place leaves, and options of `eformer.serialization`:
 
     every_leaf         require `shardings` to name every leaf; raise KeyError otherwise
     replicate          replicate leaves over the mesh if no argument and no record places them
@@ -62,7 +62,7 @@ class PlacementRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Arguments of `load`, and options of runs and of the documented doors:
+    """Arguments of `load`, and options of runs and of `eformer.serialization`:
 
     in_place       update the modules of `like` in place: the caller has passed it as `into`
     like_name      name of the caller's argument for `like`, used in messages
@@ -72,8 +72,8 @@ class Request:
     sha256         function that returns the recorded SHA-256 of leaves, which are checked before the load
     transient      names of subtrees of `like` that the program rebuilds: their leaves may be missing or left out
     is_list        several checkpoints are loaded as one
-    whole_of       function that turns the own part of a process, a near step, into the tree that it was cut from.
-                   Leaves are read with the sharding of the save, then moved between the devices
+    whole_of       for a near step, which has only the boxes of this process: function that describes it as the whole
+                   tree. Leaves are read with the sharding of the save, then moved between the devices
     """
 
     like: Any = None
@@ -121,12 +121,13 @@ class Request:
 
     @property
     def is_template(self) -> bool:
-        """Tell whether the caller is a documented door, which has no `partial`, `root`, `rename` and `resize`."""
+        """Tell whether the caller is `AsyncCheckpointManager`, whose `template` is `like`; it has no `partial`, `root`,
+        `rename` and `resize`."""
         return self.like_name == "template"
 
     @property
     def could_be_list(self) -> bool:
-        """Tell whether the caller has passed one path to a function that also takes a list."""
+        """Tell whether the caller is `load` with one path, which could be a list."""
         return self.timeout_of == "LoadOptions" and not self.is_template and not self.is_list
 
     @property

@@ -164,7 +164,12 @@ def warn_of_idle_rules(names: Iterable[str], request: PlacementRequest) -> None:
         if not any(map(_compiled(pattern, request.rules_name).search, keys))
     ]
     if idle:
-        logger.warning("%s= that match no leaf: %s", request.rules_name, few(list(map(repr, idle))))
+        logger.warning(
+            "%s= that match no leaf: %s; they are searched for in names such as %s",
+            request.rules_name,
+            few(list(map(repr, idle))),
+            repr(keys[0]) if keys else "'params/kernel'",
+        )
 
 
 def _compiled(pattern: str, argument: str) -> re.Pattern[str]:

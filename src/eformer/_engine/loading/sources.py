@@ -24,7 +24,7 @@ from eformer._engine.formats.process_records import ListedLeaf
 from eformer._engine.formats.quantized import dense_name
 from eformer._engine.loading.contents import NOTHING, below, named_like, refuse_root, renamed
 from eformer._engine.loading.fetch import aligned, fetch
-from eformer._engine.loading.read import nbytes_read, require_unwritten
+from eformer._engine.loading.read import nbytes_read, require_unchanged
 from eformer._engine.loading.read_plan import Want, plan_reads
 from eformer._engine.loading.rules import PartitionSpec
 from eformer._engine.loading.select import is_scalar, kind_of_dtype, kind_of_number
@@ -170,7 +170,7 @@ def refuse_bare_leaf(sources: Sequence[LoadSource]) -> None:
     )
 
 
-def owned(
+def given_by(
     sources: Sequence[LoadSource], names: Mapping[str, None], request: Request, like: Leaves | None
 ) -> list[Collection[str]]:
     """Return the names of the leaves that each checkpoint gives. Refuse leaves that several checkpoints have."""
@@ -269,11 +269,11 @@ class TreeReader:
             self.opened = self.opened or self.found.files(self.tree)
             return self.opened
 
-    def require_unwritten(self) -> None:
-        """Raise if a file was written to while it was read, and has no digests that would detect this."""
+    def require_unchanged(self) -> None:
+        """Raise if another program wrote to a file without digests while it was read."""
         if self.opened:
             with reading(self.found):
-                require_unwritten(self.tree, self.opened)
+                require_unchanged(self.tree, self.opened)
 
     def close(self) -> None:
         if self.opened:

@@ -230,9 +230,7 @@ def alarms(shown: Sequence[Json]) -> list[str]:
     """Return notes on the steps in which leaves became NaN or infinite; or on the last step, if it has such arrays."""
     compared = [step for step in shown if step["change"] and "became" in step["change"]]
     became = [
-        f"{step['name']}: {count(step['change']['became'], 'leaf', 'leaves')} became NaN or Inf"
-        for step in compared
-        if step["change"]["became"]
+        f"{step['name']}: {_became_text(step['change'])}" for step in compared if step["change"]["became"]
     ]
     special = [
         f"{step['name']}: NaN or Inf in {count(step['change']['special'], 'array')}"
@@ -240,6 +238,11 @@ def alarms(shown: Sequence[Json]) -> list[str]:
         if step["change"]["special"]
     ]
     return became[:_MOST_ALARMS] or special
+
+
+def _became_text(change: Json) -> str:
+    others = f" and {change['became'] - 1:,} more" if change["became"] > 1 else ""
+    return f"{count(change['became'], 'leaf', 'leaves')} became NaN or Inf: {change['first']}{others}"
 
 
 def every_text(rule: Every) -> str:
@@ -338,16 +341,19 @@ def _change(
 
     became    the number of leaves with elements that were finite in the older step, and no longer are; also in
               optimizers, which NaN often reaches first
+    first     the name of one of them, of a parameter if there is one
     special   the number of leaves of the newer step that have NaN or infinite elements
 
     `known` has the comparisons of leaves of the newer step; the leaves of the older step replace them. A leaf that is
     the same by the records is read at most once in the whole run.
     """
     norm = before = 0.0
-    nbytes = became = special = 0
+    nbytes = special = 0
+    became: list[str] = []
     for leaf, other in _common_leaves(new, old):
         if leaf.entry is None or other.entry is None:
-            became += any(plain_became(other.record, leaf.record))
+            if any(plain_became(other.record, leaf.record)):
+                became.append(leaf.path)
             continue
         is_same = recorded_change(new, leaf, old) == SAME
         if is_same and leaf.path in known:
@@ -355,14 +361,18 @@ def _change(
             change = 0.0
         else:
             found = compared(new, leaf, old, other, room, is_same=is_same)
-            became += found.became > 0
+            if found.became:
+                became.append(leaf.path)
             special += found.special_now > 0
             known[leaf.path] = found
             nbytes += other.nbytes + (0 if is_same else leaf.nbytes)
             change = found.change
         if not is_of_optimizer(leaf.path):
             norm, before = math.hypot(norm, change), math.hypot(before, known[leaf.path].norm)
-    return _change_facts(norm, before) | {"became": became, "special": special}, nbytes
+    facts = _change_facts(norm, before) | {"became": len(became), "special": special}
+    if became:
+        facts["first"] = min(became, key=is_of_optimizer)
+    return facts, nbytes
 
 
 def _common_leaves(new: PageContents, old: PageContents) -> Iterator[tuple[Leaf, Leaf]]:

@@ -6,7 +6,7 @@ begin one, because all processes have to begin their collectives in the same ord
 
 A meeting uses keys below eformer/<group>/<number of the save or load>/<number of the meeting>:
 
-    sent/<index>                   the message of a process
+    sent/<number>                  the message of a process
     answer                         the answer of the first process
     more/<one of these>/<n>        further parts of a long message
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 # The service takes longer messages, too, but keeps each whole in memory.
-_PIECE_BYTES = 2**18
+_MESSAGE_BYTES = 2**18
 
 # Python handles no Ctrl-C while a call of JAX waits, so each call waits only for a short time.
 _WAIT_SECONDS = 2.0
@@ -48,13 +48,13 @@ class LostError(ProcessError):
 
 
 class Hosts:
-    """The processes that take part in a save or a load: the `index` of this one, their `count`, and how they meet.
+    """The processes that take part in a save or a load: the `number` of this one, their `count`, and how they meet.
 
     All of them make the same calls in the same order: `meet` any number of times, then either `end` or `fail`. This
     class is a single process, to which every device belongs.
     """
 
-    index = 0
+    number = 0
     count = 1
 
     def meet(self, message: bytes, answer: Callable[[Sequence[bytes]], bytes]) -> bytes:
@@ -77,12 +77,12 @@ class Hosts:
         """Note that the last meeting is over: no process waits for an announcement by `fail`."""
 
     def process_of(self, device: Any) -> int:
-        """Return the index of the process that a device belongs to, or -1 if that process takes no part."""
+        """Return the number of the process that a device belongs to, or -1 if that process takes no part."""
         return 0
 
-    def name(self, index: int) -> str:
+    def name(self, number: int) -> str:
         """Return the name of a process for messages."""
-        return f"process {index}"
+        return f"process {number}"
 
 
 # ------------------------------------------------------------------------------------------------ groups
@@ -134,27 +134,27 @@ class Together(Hosts):
     """Several processes that are `doing` one thing together."""
 
     def __init__(
-        self, client: Any, processes: tuple[int, ...], index: int, doing: str, timeout: float
+        self, client: Any, processes: tuple[int, ...], number: int, doing: str, timeout: float
     ) -> None:
-        self.index, self.count = index, len(processes)
+        self.number, self.count = number, len(processes)
         self._client, self._processes, self._timeout = client, processes, timeout
-        self._indices = {process: index for index, process in enumerate(processes)}
+        self._numbers = {process: number for number, process in enumerate(processes)}
         self._doing = doing.encode() + b"\0"
-        self._group, number = _groups.begin(client, processes)
-        self._place = f"{self._group.place}/{number}"
+        self._group, begun = _groups.begin(client, processes)
+        self._place = f"{self._group.place}/{begun}"
         self._meetings = 0
         self._is_over = False
 
     def process_of(self, device: Any) -> int:
-        return self._indices.get(device.process_index, -1)
+        return self._numbers.get(device.process_index, -1)
 
-    def name(self, index: int) -> str:
-        return f"process {self._processes[index]}"
+    def name(self, number: int) -> str:
+        return f"process {self._processes[number]}"
 
     def meet(self, message: bytes, answer: Callable[[Sequence[bytes]], bytes]) -> bytes:
         place = self._next_place()
         deadline = time.monotonic() + self._timeout
-        if self.index:
+        if self.number:
             return self._ask_first(place, message, deadline)
         try:
             answered = answer([message, *self._collect(place, deadline)])
@@ -171,8 +171,8 @@ class Together(Hosts):
         self._is_over = True
         place, failure = self._next_place(), _FAILURE + self._reason(error)
         with suppress(ProcessError):  # the caller raises `error`, which is the cause
-            if self.index:
-                self._send(place, f"sent/{self.index}", failure)
+            if self.number:
+                self._send(place, f"sent/{self.number}", failure)
                 return self._why_first_failed(place)
             if after_all and isinstance(error, Exception):  # not after Ctrl-C, which must not wait
                 with suppress(ProcessError):
@@ -185,9 +185,9 @@ class Together(Hosts):
 
     def _ask_first(self, place: str, message: bytes, deadline: float) -> bytes:
         """Send a message to the first process and wait for its answer."""
-        self._send(place, f"sent/{self.index}", _CONTENT + self._doing + message)
-        piece = self._wait_for(f"{place}/answer", deadline, [0])
-        answered = self._receive(place, "answer", piece, deadline, 0)
+        self._send(place, f"sent/{self.number}", _CONTENT + self._doing + message)
+        part = self._wait_for(f"{place}/answer", deadline, [0])
+        answered = self._receive(place, "answer", part, deadline, 0)
         if answered[:1] == _FAILURE:
             self._is_over = True
             raise ProcessError(answered[1:].decode())
@@ -202,9 +202,9 @@ class Together(Hosts):
 
     def _reason(self, error: BaseException) -> bytes:
         try:
-            text = str(error) if isinstance(error, ProcessError) else f"{self.name(self.index)}: {error!r}"
+            text = str(error) if isinstance(error, ProcessError) else f"{self.name(self.number)}: {error!r}"
         except Exception:  # noqa: BLE001  the repr of an error may raise
-            text = f"{self.name(self.index)}: {type(error).__name__}"
+            text = f"{self.name(self.number)}: {type(error).__name__}"
         return text[:_MAX_REASON].encode(errors="replace")
 
     def _answer(self, place: str, message: bytes) -> None:
@@ -221,26 +221,26 @@ class Together(Hosts):
 
     def _collect(self, place: str, deadline: float) -> list[bytes]:
         """Return the messages of the other processes: read all that have come, then wait for the rest."""
-        pieces = dict(self._call(self._client.key_value_dir_get_bytes, f"{place}/sent/"))
-        absent = [i for i in range(1, self.count) if f"{place}/sent/{i}" not in pieces]
-        for number, index in enumerate(absent):
-            key = f"{place}/sent/{index}"
-            pieces[key] = self._wait_for(key, deadline, absent[number:])
+        parts = dict(self._call(self._client.key_value_dir_get_bytes, f"{place}/sent/"))
+        absent = [i for i in range(1, self.count) if f"{place}/sent/{i}" not in parts]
+        for at, number in enumerate(absent):
+            key = f"{place}/sent/{number}"
+            parts[key] = self._wait_for(key, deadline, absent[at:])
         messages = [
-            self._receive(place, f"sent/{index}", pieces[f"{place}/sent/{index}"], deadline, index)
-            for index in range(1, self.count)
+            self._receive(place, f"sent/{number}", parts[f"{place}/sent/{number}"], deadline, number)
+            for number in range(1, self.count)
         ]
         reasons = [message[1:].decode() for message in messages if message[:1] == _FAILURE]
         if reasons:
             raise ProcessError("; ".join(reasons)[: 4 * _MAX_REASON])
-        return [self._require_same_call(message[1:], index) for index, message in enumerate(messages, 1)]
+        return [self._require_same_call(message[1:], number) for number, message in enumerate(messages, 1)]
 
-    def _require_same_call(self, message: bytes, index: int) -> bytes:
+    def _require_same_call(self, message: bytes, number: int) -> bytes:
         """Return the content of a message; raise a ProcessError if its sender makes another call."""
         doing, end, content = message.partition(b"\0")
         if doing + end != self._doing:
             raise ProcessError(
-                f"the processes do different things: {self.name(0)} {self._doing[:-1].decode()}, {self.name(index)} "
+                f"the processes do different things: {self.name(0)} {self._doing[:-1].decode()}, {self.name(number)} "
                 f"{doing.decode()}. Every process has to make the same calls in the same order"
             )
         return content
@@ -249,10 +249,10 @@ class Together(Hosts):
 
     def _send(self, place: str, name: str, message: bytes) -> None:
         """Send a message in parts. The first part has their number, and is sent last, so that all of them are there."""
-        pieces = [message[i : i + _PIECE_BYTES] for i in range(0, len(message), _PIECE_BYTES)]
-        for number, piece in enumerate(pieces[1:], 1):
-            self._call(self._client.key_value_set_bytes, f"{place}/more/{name}/{number}", piece)
-        counted = len(pieces).to_bytes(4, "little") + pieces[0]
+        parts = [message[i : i + _MESSAGE_BYTES] for i in range(0, len(message), _MESSAGE_BYTES)]
+        for number, part in enumerate(parts[1:], 1):
+            self._call(self._client.key_value_set_bytes, f"{place}/more/{name}/{number}", part)
+        counted = len(parts).to_bytes(4, "little") + parts[0]
         self._call(self._client.key_value_set_bytes, f"{place}/{name}", counted)
 
     def _receive(self, place: str, name: str, first: bytes, deadline: float, sender: int) -> bytes:
@@ -268,7 +268,7 @@ class Together(Hosts):
             left = deadline - time.monotonic()
             if left <= 0:
                 raise ProcessTimeoutError(
-                    f"after {self._timeout:g} s {self.name(self.index)} still waits for "
+                    f"after {self._timeout:g} s {self.name(self.number)} still waits for "
                     f"{_name_all(self._processes[i] for i in absent)}. Every process has to make the same calls in the "
                     "same order; if they do and are only slower than that, allow more time: SaveOptions(timeout=) for "
                     "a save and a run, LoadOptions(timeout=) for a load"

@@ -21,7 +21,7 @@ TIMEOUT = 600.0  # seconds
 
 
 def _this_process() -> tuple[int, int]:
-    """Return the index of this process in the running program, and the number of its processes."""
+    """Return the number of this process in the running program, and the number of its processes."""
     import jax  # late: commands that only read files start without it
 
     return jax.process_index(), jax.process_count()
@@ -43,7 +43,7 @@ class _OneOfMany(Hosts):
     def process_of(self, device: Any) -> int:
         return 0 if device.process_index == self._process else -1
 
-    def name(self, index: int) -> str:
+    def name(self, number: int) -> str:
         return f"process {self._process}"
 
 

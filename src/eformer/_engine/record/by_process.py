@@ -53,7 +53,7 @@ def with_records(tree: TreeEntry, records: Mapping[int, ProcessRecord]) -> TreeE
     entries = tree.listed_leaves()
     files, leaves = _joined(tree, entries, records, entries)
     tree = replace(
-        tree, files=files, parts=msgspec.UNSET, owners=msgspec.UNSET, raw_leaves=encode_leaves(leaves)
+        tree, files=files, wholeness=msgspec.UNSET, owners=msgspec.UNSET, raw_leaves=encode_leaves(leaves)
     )
     check_tree(tree)
     return tree
@@ -70,7 +70,7 @@ def with_some_records(
     `records` are the records of the files that hold the boxes, by number. Raise a FormatError if a box is missing.
     """
     files, leaves = _joined(tree, entries, records, wanted)
-    boxed = boxed_tree(tree, leaves, files=files, parts=msgspec.UNSET, owners=msgspec.UNSET)
+    boxed = boxed_tree(tree, leaves, files=files, wholeness=msgspec.UNSET, owners=msgspec.UNSET)
     check_tree(boxed)
     for name, boxes in wanted.items():
         check_boxes(name, leaves[name], boxes, boxed)

@@ -1,4 +1,4 @@
-"""The index of a checkpoint: the small file that a commit swaps, which names the trees.
+"""The index of a checkpoint: the file that a commit replaces, which names the trees.
 
 The index of safetensors files is a manifest. The index of zarr arrays lists the directories of arrays, for readers that
 do not know manifests; if eformer wrote the checkpoint, the manifest is in it.

@@ -137,7 +137,7 @@ class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):
 
     The files are in the directory `root` beside the manifest, or in the manifest's own directory; with `ocdbt` they are
     the keys of a database there. If several processes wrote the tree, the extents are in process records, in the
-    headers of the files; `parts` says whether every leaf is "whole" in one file or some leaves are "torn". `owners`
+    headers of the files; `wholeness` says whether every leaf is "whole" in one file or some leaves are "torn". `owners`
     says which record has which leaves, so that a load reads only the records that it needs.
     """
 
@@ -146,7 +146,7 @@ class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):
     written_by: str
     block: int
     files: tuple[DataFile, ...]
-    parts: Literal["whole", "torn"] | msgspec.UnsetType = msgspec.UNSET
+    wholeness: Literal["whole", "torn"] | msgspec.UnsetType = field(name="parts", default=msgspec.UNSET)
     owners: Owners | msgspec.UnsetType = field(name="holdings", default=msgspec.UNSET)
     raw_root: str | msgspec.UnsetType = field(name="root", default=msgspec.UNSET)
     ocdbt: bool | msgspec.UnsetType = msgspec.UNSET
@@ -435,7 +435,7 @@ class Receipt(Struct):
 
     If several processes save together, the leaves are in a `ProcessRecord` instead, and the sum of `coverage` tells
     whether the processes have written every element exactly once. `owners` has the leaves of each file; None if the
-    table would be too long. `parts` has the metadata that each process adds.
+    table would be too long. `own_metadata` has the metadata that each process adds.
     """
 
     files: list[DataFile] = field(default_factory=list)
@@ -443,7 +443,7 @@ class Receipt(Struct):
     coverage: int = 0
     is_torn: bool = False
     owners: Owners | None = None
-    parts: list[bytes] = field(default_factory=list)
+    own_metadata: list[bytes] = field(default_factory=list)
 
 
 def coverage_of(name: str, elements: int) -> int:

@@ -29,8 +29,9 @@ class SaveOptions:
                       several processes save, only for arrays that one process holds whole
     processes         numbers of the processes that save the tree together; None for all. A single process saves its own
                       data without waiting for other processes
-    timeout           seconds that each of the two meetings of the processes may take; None for 600. In a bucket it also
-                      limits the whole save; None limits only its requests
+    timeout           seconds that each of the two meetings of the processes may take; None for 600. On a disk it also
+                      limits the wait for earlier saves to the same path. In a bucket it also limits the whole save;
+                      None limits only its requests
     reuse             hard-link leaves from an earlier checkpoint that has the same digests, instead of writing them.
                       True uses the checkpoint that this save replaces; a path, a checkpoint on the same file system.
                       Either checkpoint may be deleted later. A local file is read and checked before it is linked, at
@@ -43,8 +44,8 @@ class SaveOptions:
 
     Only for the format "zarr":
 
-    max_chunk_bytes   maximum size of a chunk, which is a shard or rows of one; None for 1 GiB, or 8 MiB if chunks are
-                      compressed or stored in a database
+    max_chunk_bytes   maximum size of a chunk, which is the part of a leaf on one device, or rows of it; None for 1
+                      GiB, or 8 MiB if chunks are compressed or stored in a database
     compression       "zstd" compresses every chunk; None compresses nothing
     ocdbt             store all arrays in one OCDBT database instead of one directory each, for fewer files
 

@@ -55,12 +55,12 @@ class LazyArray:
 class Source(Struct, frozen=True, gc=False):
     """A leaf to be saved, and the boxes of it that this process holds.
 
-    whole      the host array of the leaf, or its stored bytes, if the leaf is in one place, as most leaves are
-    parts      otherwise, the boxes of the leaf and their arrays
-    regions    the boxes that this process writes
-    shard      the shape of the box on one device
-    owner      the process that alone holds the leaf; -1 if several processes hold it
-    is_first   whether this process writes the beginning of the leaf
+    whole          the host array of the leaf, or its stored bytes, if the leaf is in one place, as most leaves are
+    parts          otherwise, the boxes of the leaf and their arrays
+    regions        the boxes that this process writes
+    shard          the shape of the box on one device
+    held_only_by   the process that alone holds the leaf; -1 if several processes hold it
+    writes_start   whether this process writes the beginning of the leaf
     """
 
     name: str
@@ -73,8 +73,8 @@ class Source(Struct, frozen=True, gc=False):
     parts: Sequence[ArrayBox] = ()
     regions: Sequence[Box] = ()
     shard: tuple[int, ...] | None = None
-    owner: int = 0
-    is_first: bool = True
+    held_only_by: int = 0
+    writes_start: bool = True
 
     @property
     def itemsize(self) -> int:

@@ -1,4 +1,4 @@
-"""The document that signs a checkpoint: SHA-256 of every piece of every file, in a signed envelope.
+"""The document that signs a checkpoint: SHA-256 of every block of every file, in a signed envelope.
 
 docs/format/signature.md describes it for other programs. The envelope follows DSSE: the signed bytes are the bytes that
 are parsed, and eformer parses nothing of them before it has checked the signature.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SIGNATURE = "eformer.sig"
 """The name of the signature in a directory. The signature of a single file is `<name>.eformer.sig`, beside it."""
 
-SIGNED_PIECE_BYTES = 8 * 2**20
+SIGNED_BLOCK_BYTES = 8 * 2**20
 
 MOST_BYTES = 2**29
 """The longest signature that eformer reads: enough for 40 TB, or 2 million files."""
@@ -51,7 +51,7 @@ def is_signed_name(name: str) -> bool:
 
 
 class SignedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file: its path in the checkpoint, its length, and the SHA-256 of each of its pieces."""
+    """A file: its path in the checkpoint, its length, and the SHA-256 of each of its blocks."""
 
     name: str
     nbytes: int
@@ -59,6 +59,8 @@ class SignedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Statement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The signed files. `piece_bytes`, the length of a block, keeps the name that the format has for it."""
+
     piece_bytes: int
     files: tuple[SignedFile, ...]
 
@@ -90,13 +92,13 @@ class Verifier(Protocol):
     def has_signed(self, data: bytes, signature: bytes) -> bool: ...
 
 
-def digest_piece(data: Buffer) -> str:
+def digest_block(data: Buffer) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def count_signed_pieces(nbytes: int) -> int:
-    """Return the number of pieces of a file. An empty file has one empty piece."""
-    return max(1, -(-nbytes // SIGNED_PIECE_BYTES))
+def count_signed_blocks(nbytes: int) -> int:
+    """Return the number of blocks of a file. An empty file has one empty block."""
+    return max(1, -(-nbytes // SIGNED_BLOCK_BYTES))
 
 
 # -------------------------------------------------------------------------------------------- write
@@ -105,7 +107,7 @@ def count_signed_pieces(nbytes: int) -> int:
 def sign_files(files: Iterable[SignedFile], key_id: str, sign: Callable[[bytes], bytes]) -> bytes:
     """Return the document that signs these files with the key `key_id`."""
     payload = msgspec.json.encode(
-        _Statement(SIGNED_PIECE_BYTES, tuple(sorted(files, key=lambda file: file.name)))
+        _Statement(SIGNED_BLOCK_BYTES, tuple(sorted(files, key=lambda file: file.name)))
     )
     signature = _Signature(key_id, _text(sign(_signed_bytes(payload))))
     return msgspec.json.encode(Envelope(_TYPE, _text(payload), (signature,)))
@@ -168,9 +170,9 @@ def _checked(payload: bytes, origin: str) -> Mapping[str, SignedFile]:
         statement = parse_json(payload, _Statement, f"{origin} cannot be read")
     except FormatError as error:
         raise SignatureError(str(error)) from error
-    if statement.piece_bytes != SIGNED_PIECE_BYTES:
+    if statement.piece_bytes != SIGNED_BLOCK_BYTES:
         raise SignatureError(
-            f"{origin} has pieces of {statement.piece_bytes} bytes, expected {SIGNED_PIECE_BYTES}"
+            f"{origin} has pieces of {statement.piece_bytes} bytes, expected {SIGNED_BLOCK_BYTES}"
         )
     for file in statement.files:
         if problem := _problem(file):
@@ -184,7 +186,7 @@ def _checked(payload: bytes, origin: str) -> Mapping[str, SignedFile]:
 def _problem(file: SignedFile) -> str | None:
     if not is_inside(file.name) or not is_signed_name(file.name):
         return "is not the name of a file that can be signed"
-    if file.nbytes < 0 or len(file.sha256) != count_signed_pieces(file.nbytes):
+    if file.nbytes < 0 or len(file.sha256) != count_signed_blocks(file.nbytes):
         return f"has {len(file.sha256)} digests for {file.nbytes} bytes"
     if not all(map(_HEX.fullmatch, file.sha256)):
         return "has a digest that is not one of SHA-256"

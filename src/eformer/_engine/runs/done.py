@@ -104,10 +104,10 @@ def _position_of(data: Any) -> bytes:
     return msgspec.json.encode(position)
 
 
-def set_position(data: Any, facts: Mapping[str, Any], step: str, *, index: int, count: int) -> None:
-    """Put the iterator of process `index` of `count` to the position that a step has recorded in its facts."""
+def set_position(data: Any, facts: Mapping[str, Any], step: str, *, number: int, count: int) -> None:
+    """Put the iterator of process `number` of `count` to the position that a step has recorded in its facts."""
     _, put = _methods(data)
-    called(getattr(data, put), _parsed(_positions(facts, step, count)[index]))
+    called(getattr(data, put), _parsed(_positions(facts, step, count)[number]))
 
 
 def _positions(facts: Mapping[str, Any], step: str, count: int) -> Sequence[str]:

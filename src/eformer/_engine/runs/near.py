@@ -61,7 +61,7 @@ _KEPT = 2
 _MOST_EPOCHS = 64  # in the file; the near tier no longer has steps of older ones
 
 _EPOCH = re.compile(r"[0-9a-f]{16}")
-_PROCESS = re.compile(r"process-(?P<index>[0-9]{1,9})")
+_PROCESS = re.compile(r"process-(?P<number>[0-9]{1,9})")
 _COUNT = "eformer.processes"
 
 
@@ -203,7 +203,7 @@ class NearTier:
         near = self._process.parent
         _remove_but(stay, near, self._process.name)
         for name in kinds_if_there(store_at(near)):  # left by a job that had more processes
-            if (found := _PROCESS.fullmatch(name)) and int(found["index"]) >= jax.process_count():
+            if (found := _PROCESS.fullmatch(name)) and int(found["number"]) >= jax.process_count():
                 _remove_but((), near, name)
         self.note_save(number)
 
@@ -247,7 +247,7 @@ class NearTier:
             detach=True,
             hosts=_hosts.current("saves", (jax.process_index(),), self._timeout),
         )
-        save.late, save.part = late, position
+        save.late, save.own_metadata = late, position
         self._pending = Pending(path)
         self.note_save(done.step)
         try:

@@ -156,7 +156,7 @@ class Job:
             return msgspec.json.encode(AgreedSteps(far, common, best, secrets.token_hex(8), epochs))
 
         with meeting("runs", self.timeout) as hosts:
-            if self.writer.has_claimed and hosts.index == 0:
+            if self.writer.has_claimed and hosts.number == 0:
                 self.writer.check()
             mine = _OwnSteps(near.look() if near else [], fresh)
             answered = hosts.meet(msgspec.json.encode(mine), answer)
@@ -237,8 +237,8 @@ class Job:
         facts = facts_of_run(metadata)
         with meeting("runs", self.timeout) as hosts:
             if data is not None:
-                index, number = (0, 1) if step.epoch else (hosts.index, hosts.count)
-                set_position(data, facts, f"step {step.number} of {self.path}", index=index, count=number)
+                number, count = (0, 1) if step.epoch else (hosts.number, hosts.count)
+                set_position(data, facts, f"step {step.number} of {self.path}", number=number, count=count)
             elif facts.get("data"):
                 logger.warning(
                     "%s: step %d has a position in the data, but resume was called without data=, so the data begin "
@@ -269,7 +269,7 @@ def rule_of_best(rules: Sequence[Keep]) -> Keep:
 
 def _require_alike(fresh: Sequence[bool]) -> None:
     if len(set(fresh)) > 1:
-        named = few([f"process {index}" for index, is_fresh in enumerate(fresh) if is_fresh])
+        named = few([f"process {number}" for number, is_fresh in enumerate(fresh) if is_fresh])
         raise ValueError(
             f"Run(fresh=) differs between processes: it is True in {named}, and False elsewhere; pass "
             "the same value in all processes"

@@ -367,7 +367,7 @@ class Run:
         save = start(
             done.state(), path, format=self._format, metadata=done.metadata, options=options, detach=True
         )
-        save.late, save.part, save.fence, save.whole_files = late, part, self._writer.check, True
+        save.late, save.own_metadata, save.fence, save.whole_files = late, part, self._writer.check, True
         pending = Pending(path)
         run_in_background(save, pending, after=functools.partial(self._after_commit, done.step))
         self.step = self._progress.saved = done.step

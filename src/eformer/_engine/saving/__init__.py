@@ -1,1 +1,1 @@
-"""Save trees: snapshot, plan, write, commit."""
+"""Save trees: snapshot, prepare, write, commit."""

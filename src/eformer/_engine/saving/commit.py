@@ -1,6 +1,13 @@
-"""The record that a save begins with, and the commit of that record: the index is replaced, and names the tree.
+"""Begin the record of a save, and decide its commit, which the upload carries out. On a disk:
 
-Every step leaves one whole checkpoint in the directory.
+    lock the directory; read the index; remove the scratch directories of dead saves
+    `_change`: call the fence, choose final names, make the next index
+    rename the new files, sync the directory, replace the index            readers find the save from here on
+    remove replaced directories, then `tidy`: files that the index no longer names, and the old signature
+
+A new directory is made complete in the scratch directory, and its rename is the commit. A single file has no index: its
+rename is the commit. A bucket has no lock: the index is read, changed and replaced on the condition that it has not
+changed, again and again.
 """
 
 from __future__ import annotations
@@ -25,7 +32,7 @@ if TYPE_CHECKING:
     from eformer._engine.stores.base import Change, Store, Upload
 
 
-def new_tree(
+def new_entry(
     written_by: str, structure: Any, raw_metadata: dict[str, Any], raw_values: dict[str, Any]
 ) -> TreeEntry:
     """Begin the record of a save, with a new save id."""
@@ -41,28 +48,28 @@ def new_tree(
     )
 
 
-def commit_of(save: Save, tree: TreeEntry) -> Commit:
-    """Return the commit of a tree, for the upload to carry out."""
+def commit_of(save: Save, entry: TreeEntry) -> Commit:
+    """Describe the commit of a tree: functions that the upload calls, and the name of the index."""
     fmt = save.format
     return Commit(
         fmt.read_index,
-        partial(_change, save, tree),
+        partial(_change, save, entry),
         fmt.index_name,
-        tree.save_id,
+        entry.save_id,
         sweeps=True,
-        is_done=partial(may_be_committed, save),
+        may_be_committed=partial(save_may_be_committed, save),
     )
 
 
-def _change(save: Save, tree: TreeEntry, index: FormatIndex, store: Store) -> Change:
+def _change(save: Save, entry: TreeEntry, index: FormatIndex, store: Store) -> Change:
     interrupts.check()
-    # Here, under the lock or the lease: a check before it could be outdated when the index is replaced, and a job that
-    # another job has replaced must not commit.
+    # Here, not earlier: on a disk this runs under the lock, in a bucket again for each new index. A check before it
+    # could be outdated, and a job that another job has replaced must not commit.
     if save.fence:
         save.fence()
-    change = index.commit(tree, store, save.upload)
+    change = index.change_for(entry, store, save.upload)
     if change.index is not None and index.version is None:
-        return change  # the first checkpoint here: nothing is replaced, and no signature can be out of date
+        return change  # the first index here: nothing is replaced, and no signature can be out of date
 
     def tidy(store: Store, upload: Upload) -> None:
         if change.tidy:
@@ -72,17 +79,17 @@ def _change(save: Save, tree: TreeEntry, index: FormatIndex, store: Store) -> Ch
     return msgspec.structs.replace(change, tidy=tidy)
 
 
-def may_be_committed(save: Save) -> bool:
-    """Tell, after an error, whether the index names the save; True if the index cannot be read.
+def save_may_be_committed(save: Save) -> bool:
+    """Tell, after an error, whether readers find the save; True if the index cannot be read.
 
-    The data of a save that may be committed must stay.
+    The files of a save that may be committed must stay.
     """
     with clearing_up():  # the deadline of the save may be over
-        return save.format.is_committed(save.store, save.tree.save_id)
+        return save.format.may_be_committed(save.store, save.entry.save_id)
 
 
 def _remove_signature(file: str, place: Store, upload: Upload) -> None:
-    """Remove the signature of the checkpoint that was replaced, by which this one counts as altered."""
+    """Remove the signature of the replaced checkpoint: by it, the new checkpoint would look altered."""
     name = signature_name(file)
     if place.is_file(name):
         upload.remove([name])

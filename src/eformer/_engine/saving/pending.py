@@ -184,7 +184,7 @@ def serialize_with(manager: Any, save: Save, callback: Callable[[], None] | None
     # In a thread without an event loop: the manager starts one, and a notebook already runs one in this thread.
     with told_to_all(save.hosts), futures.ThreadPoolExecutor(1) as pool:
         pool.submit(manager.serialize, [], [], on_commit_callback=commit).result()
-    if save.hosts.index:
+    if save.hosts.number:
         run_in_background(save, Pending(save.store.url), after=callback)
 
 

@@ -1,4 +1,15 @@
-"""Complete a save: prepare the directory, write, commit. Needs no jax.
+"""Complete a save: begin its upload, write its files, commit. Needs no jax.
+
+`saving/start.py` takes the arrays from the caller and makes the `Save`. `SaveOfSeveral` (`saving/several.py`) is the
+save of several processes: they agree before the write, and the first process commits for all. On a disk:
+
+    prepare   check the place; make a locked scratch directory, which no reader looks at
+    write     write the files there, with the digests of their pieces, and sync them
+    commit    lock the directory, rename the files to their final names, replace the index, remove replaced files
+
+An error before the index is replaced removes the scratch directory. A killed process leaves it, and the next save to
+the directory removes it. A power cut leaves the old index or the new one, and all files that it names. In a bucket,
+objects are written under their final names, and no index names them before the commit.
 
 Tests: tests/engine/saving/test_commit.py, tests/engine/saving/test_held_promises.py,
 tests/engine/saving/test_interrupted.py.
@@ -57,15 +68,20 @@ Format = Literal["safetensors", "zarr", "tensorstore"]
 Kind = Literal["safetensors", "zarr"]
 
 ALIASES: dict[str, Kind] = {FORMAT: "zarr"}
-"""The word by which manifests call zarr arrays, which arguments may use as well."""
+"""Names that arguments may use for a format: manifests call zarr arrays "tensorstore"."""
 
 _MOST_WRITERS = 8  # threads: more than these wait for each other instead of the disk
 
 
 def complete(save: Save, progress: Progress = None, meter: Meter = SILENT) -> None:
-    """Write the tree and commit it. On any error the previous checkpoint stays, and all processes hear of the error."""
+    """Write the tree and commit it.
+
+    An error before the index is replaced leaves the previous checkpoint. After a later error, such as a failed sync,
+    the new checkpoint is in place. Other processes hear of the error.
+    """
     with ExitStack() as stack, told_to_all(save.hosts):
         stack.callback(save.turn.end)  # called last, so that the next save finds the upload closed
+        # On a disk this limits only the waits for other saves and for readers; in a bucket, the whole save.
         if (limit := save.options.timeout) is not None:
             stack.enter_context(within(limit, f"SaveOptions(timeout={limit})"))
         save.format = save.new_format()
@@ -86,10 +102,10 @@ def store_options_of(options: SaveOptions, path: str | os.PathLike[str]) -> Abst
 
 
 class Compared(Struct):
-    """The values that the processes of one save compare with each other.
+    """Values that the processes of one save compare.
 
-    Replicas must be equal: otherwise the processes are at different steps or have diverged, and the checkpoint would be
-    a mixture. The hash `own` covers the arrays that each process has for itself, which may differ.
+    `replicas` must be equal: otherwise the processes are at different steps, and the checkpoint would be a mixture.
+    `own` is a hash of arrays and metadata that each process has for itself; a difference is only logged.
     """
 
     replicas: list[Source]
@@ -98,18 +114,26 @@ class Compared(Struct):
 
 @dataclass(slots=True)
 class Save:
-    """A save that no longer needs its caller: `sources` hold the arrays until they are planned, and are empty then.
+    """A save, from its snapshot to its commit. `SaveOfSeveral` extends it for several processes.
 
     store, file     the directory to save to, and the name of a single file or ""
-    tree            the record, without files and leaves
-    compared        the values that several processes compare with each other
-    before          events of the saves that were under way to the checkpoint that `reuse` names; set when they are over
+    prefix          the name of the tree in the directory, or ""
+    sources         the leaves: in `save` the caller's arrays, in `save_async` copies of all arrays that the caller may
+                    change or donate. Emptied when the planned files hold them
+    entry           the record, to which the commit adds files and leaves
+    hosts           the processes that save together
+    turn            the place among the saves of this process to the same path
+    compared        the values that several processes compare; a single process ignores them
+    before          events of earlier saves to the checkpoint that `reuse` names; the save waits for them before it
+                    links
     has_index       False writes arrays without an index, as another program would
     overwrite       replace a file even if eformer did not write it
     whole_files     link a file only if all leaves in it are unchanged, so that other programs can open it
-    late            called at the commit with the `part` of every process; returns more metadata, as JSON
-    part            the metadata that this process adds, such as its position in the data
-    fence           called right before the commit: if it raises, nothing is committed
+    late            called in the first process, before the lock, with the `own_metadata` of every process; returns more
+                    metadata, as JSON
+    own_metadata    the metadata that this process adds, such as its position in the data
+    fence           called during the commit: under the lock on a disk, perhaps several times in a bucket. If it raises,
+                    nothing is committed
     at_source       makes the digests of planned files that accelerators compute, which need jax
     """
 
@@ -118,7 +142,7 @@ class Save:
     prefix: str
     kind: Kind
     sources: list[Source]
-    tree: TreeEntry
+    entry: TreeEntry
     options: SaveOptions
     hosts: Hosts
     turn: Turn
@@ -128,7 +152,7 @@ class Save:
     overwrite: bool = False
     whole_files: bool = False
     late: Callable[[Sequence[bytes]], Mapping[str, Any]] | None = None
-    part: bytes = b""
+    own_metadata: bytes = b""
     fence: Callable[[], None] | None = None
     at_source: Callable[[Sequence[PlannedFile], int], AtSource] | None = None
     format: WriteFormat = field(init=False)
@@ -140,8 +164,8 @@ class Save:
 
     def new_format(self) -> WriteFormat:
         """Make the format of this save, for the save id of its tree."""
-        several, process = self.hosts.count > 1, self.hosts.index
-        save_id, block = self.tree.save_id, self.tree.block
+        several, process = self.hosts.count > 1, self.hosts.number
+        save_id, block = self.entry.save_id, self.entry.block
         if self.kind == "zarr":
             arrays = {s.name: Listed(array_path(s.name), s.shape, s.dtype) for s in self.sources}
             return ZarrArrays(
@@ -149,29 +173,37 @@ class Save:
             )
         tensors = tensor_names(source.name for source in self.sources)
         if self.file:
-            return SafetensorsFile(self.file, self.prefix, self.tree, tensors, self.overwrite)
+            return SafetensorsFile(self.file, self.prefix, self.entry, tensors, self.overwrite)
         limit = self.options.max_shard_bytes
         return SafetensorsDirectory(self.prefix, save_id, block, tensors, limit, several, process)
 
     # -------------------------------------------------------------------------------------- prepare
 
     def prepare(self, stack: ExitStack) -> None:
-        """Begin the upload, which makes the directory of a first checkpoint. Refuse files of other programs."""
-        self.upload = self.format.begin(self.store, is_first=not self.format.check_place(self.store))
-        stack.callback(self.upload.close)
+        """Check the place, and begin the upload. Refuse files of other programs.
+
+        On a disk a new directory appears at the commit.
+        """
+        self.upload = self.format.begin(self.store, may_be_new=not self.format.check_place(self.store))
+        stack.callback(self.upload.close)  # removes the new files if they were not committed
 
     # ---------------------------------------------------------------------------------------- write
 
     def write(self, meter: Meter) -> Receipt:
-        """Write the leaves and boxes of this process. Return their record: complete, synced, not yet visible."""
+        """Write the leaves and boxes of this process. Return their record.
+
+        The files are complete and synced, and lie where no reader looks.
+        """
         staging = Staging(self.options.staging_bytes)
         sha256 = compute_sha256(self.sources, staging, self.threads) if self.options.checksums else {}
-        kept, files, leaves = self.plan(staging, sha256, meter)
+        kept, files, leaves = self.lay_out(staging, sha256, meter)
         # From here on only the planned files hold the arrays, and release each as it is written: a save in the
         # background must not keep copies of all arrays until its end.
         self.sources.clear()
+        # `write` sets the digests of the planned files, and `receipt` records them. `sha256` has only the optional
+        # checksums. A header that contains digests is made when the digests of its file are known.
         header = partial(self.format.header, sha256=sha256) if self.format.header_needs_digests else None
-        block = self.tree.block
+        block = self.entry.block
         at_source = self.at_source(files, block) if self.at_source else None
         write(
             files,
@@ -184,15 +216,16 @@ class Save:
             at_source=at_source,
         )
         receipt = self.receipt(files, kept, leaves, sha256)
-        receipt.parts = [self.part]
+        receipt.own_metadata = [self.own_metadata]
         return receipt
 
-    def plan(
+    def lay_out(
         self, staging: Staging, sha256: Mapping[str, str], meter: Meter
     ) -> tuple[Kept, list[PlannedFile], dict[str, LeafEntry | None]]:
-        """Decide which files of an earlier save are linked, and which are written.
+        """Link files of an earlier save that hold unchanged leaves, and plan the files of all other leaves.
 
-        Also return the leaves in the order of the tree. Leaves without elements, which no file may hold, have entries.
+        Return the linked files, the planned files, and every leaf by name in the order of the tree: the entry of a leaf
+        without elements, None for a leaf whose entry comes from the files.
         """
         kept, groups = Kept(), [self.sources]
         earlier = self._earlier() if self.options.reuse else None
@@ -202,6 +235,7 @@ class Save:
                 kept, groups = keep_files(
                     earlier, self.sources, self.upload, staging, self.threads, barred, whole=self.whole_files
                 )
+            # Also without an earlier checkpoint: the next save can then link whole files.
             groups = [some for group in groups for some in apart(group)]
             meter.add(kept.nbytes)
         with gc_paused():
@@ -223,7 +257,7 @@ class Save:
         place = self.store.url if reuse is True else os.fspath(reuse or "")
         recorded = FORMAT if self.kind == "zarr" else self.kind
         with store_options_of(self.options, self.store.url):
-            return find_earlier(place, self.prefix, recorded, self.tree.block, to=self.store)
+            return find_earlier(place, self.prefix, recorded, self.entry.block, to=self.store)
 
     def receipt(
         self,
@@ -246,15 +280,15 @@ class Save:
     # --------------------------------------------------------------------------------------- commit
 
     def commit(self, receipt: Receipt) -> None:
-        """Make the tree, whose files are complete and synced, the checkpoint of its prefix."""
-        tree = self.recorded(receipt)
+        """Let readers find the tree, whose files are complete and synced, under its prefix."""
+        entry = self.recorded(receipt)
         if self.late:
-            metadata = {**tree.raw_metadata, **self.late(receipt.parts)}
-            tree = msgspec.structs.replace(tree, raw_metadata=metadata)
-        self.turn.wait()
-        self.upload.commit(commit_of(self, tree))
+            metadata = {**entry.raw_metadata, **self.late(receipt.own_metadata)}
+            entry = msgspec.structs.replace(entry, raw_metadata=metadata)
+        self.turn.wait()  # for earlier saves to this path, and for loads of this process that saves have overtaken
+        self.upload.commit(commit_of(self, entry))
 
     def recorded(self, receipt: Receipt) -> TreeEntry:
         """Return the tree as the manifest records it."""
         raw_leaves = encode_leaves(receipt.leaves)
-        return msgspec.structs.replace(self.tree, files=tuple(receipt.files), raw_leaves=raw_leaves)
+        return msgspec.structs.replace(self.entry, files=tuple(receipt.files), raw_leaves=raw_leaves)

@@ -1,5 +1,8 @@
 """A save by several processes: they agree on one tree and one directory, each writes its boxes, the first commits.
 
+If a process dies, the other processes raise an error after the timeout, or when JAX notices it. Nothing is committed
+unless the first process already commits.
+
 The processes meet twice, and exchange small messages. Each process stores the record of its bytes and digests beside
 the bytes (`ProcessRecord`), and sends only the names of its files to the first process.
 
@@ -23,7 +26,7 @@ from eformer._engine.record.digests import xxh3_128_of
 from eformer._engine.record.manifest import LeafEntry, Receipt, coverage_of, encode_leaves
 from eformer._engine.record.owners import joined_owners, owners_of
 from eformer._engine.record.planned import coverage, data_files
-from eformer._engine.saving.commit import may_be_committed
+from eformer._engine.saving.commit import save_may_be_committed
 from eformer._engine.saving.save import Save
 from eformer._engine.saving.staging import box_on_host
 from eformer._engine.tasks import interrupts
@@ -69,15 +72,15 @@ class SaveOfSeveral(Save):
     # -------------------------------------------------------------------------------------- prepare
 
     def prepare(self, stack: ExitStack) -> None:
-        """Agree with the other processes on one tree, one save id, and one directory, which the first process makes."""
+        """Agree with the other processes on one tree, one save id and one upload, which the first process begins."""
         self._stack = stack
         mine, lines = _described(self)
         self.agreed = _decode_agreed(self.hosts.meet(_encode(mine), partial(self._agree, mine, lines)))
         if self.agreed.differing:
             self.hosts.end()  # every process knows, and raises an error of its own
             self._refuse_other_trees(lines)
-        if self.hosts.index:
-            self.tree = msgspec.structs.replace(self.tree, save_id=self.agreed.save_id)
+        if self.hosts.number:
+            self.entry = msgspec.structs.replace(self.entry, save_id=self.agreed.save_id)
             self.format = self.new_format()
 
     def _agree(self, mine: Brought, lines: Sequence[str], messages: Sequence[bytes]) -> bytes:
@@ -86,10 +89,10 @@ class SaveOfSeveral(Save):
         Log a warning if only values differ that each process has for itself.
         """
         hosts, all_brought = self.hosts, [_decode_brought(message) for message in messages]
-        for index, brought in enumerate(all_brought):
+        for number, brought in enumerate(all_brought):
             if brought.call != mine.call:
                 raise ProcessError(
-                    f"the processes do different things: {hosts.name(0)} {mine.call}, {hosts.name(index)} "
+                    f"the processes do different things: {hosts.name(0)} {mine.call}, {hosts.name(number)} "
                     f"{brought.call}; nothing was written"
                 )
         if differing := [i for i, brought in enumerate(all_brought) if brought.tree != mine.tree]:
@@ -97,17 +100,17 @@ class SaveOfSeveral(Save):
         _mention([hosts.name(i) for i, b in enumerate(all_brought) if b.own != mine.own], hosts.name(0))
         super().prepare(self._stack)
         self.upload.announce()  # the other processes look for the new directory as soon as they have the answer
-        elsewhere = [number for number, source in enumerate(self.sources) if source.owner > 0]
-        return _encode(Agreed(self.tree.save_id, self.store.url, self.upload.token, elsewhere))
+        elsewhere = [number for number, source in enumerate(self.sources) if source.held_only_by > 0]
+        return _encode(Agreed(self.entry.save_id, self.store.url, self.upload.token, elsewhere))
 
     def _refuse_other_trees(self, leaves: Sequence[str]) -> None:
         """Raise a MismatchError that names the leaves, in a process whose tree differs. In all other processes raise a
         ProcessError that names the processes."""
         hosts, differing = self.hosts, self.agreed.differing
-        if hosts.index in differing:
+        if hosts.number in differing:
             raise MismatchError(
                 _differences(leaves, self.agreed.described.split("\n")),
-                context=f"{hosts.name(hosts.index)} saves a different tree than {hosts.name(0)}",
+                context=f"{hosts.name(hosts.number)} saves a different tree than {hosts.name(0)}",
             )
         others = ", ".join(map(hosts.name, differing[:20]))
         raise ProcessError(
@@ -119,7 +122,7 @@ class SaveOfSeveral(Save):
     def write(self, meter: Meter) -> Receipt:
         with self._failing_together():
             self._take_own_sources(meter)
-            if self.hosts.index:
+            if self.hosts.number:
                 self.upload = self._join()
                 self._stack.callback(self.upload.close)
             else:
@@ -145,12 +148,12 @@ class SaveOfSeveral(Save):
         A leaf that lies in one process alone, and a leaf that every process has a copy of, look the same to a process
         that holds it. The first process writes the copies.
         """
-        theirs, index = set(self.agreed.elsewhere), self.hosts.index
+        theirs, process = set(self.agreed.elsewhere), self.hosts.number
         for number, source in enumerate(self.sources):
-            if index and source.owner == index and number not in theirs:
+            if process and source.held_only_by == process and number not in theirs:
                 meter.add(self.format.own_nbytes(source))
                 self.sources[number] = msgspec.structs.replace(
-                    source, whole=None, parts=(), regions=(), is_first=False
+                    source, whole=None, parts=(), regions=(), writes_start=False
                 )
         self.numbers = {source.name: number for number, source in enumerate(self.sources)}
 
@@ -214,7 +217,7 @@ class SaveOfSeveral(Save):
                 error.cause.add_note("a process that times out waiting for the others removes its files")
             raise error.cause from None
         except (ProcessTimeoutError, LostError) as error:
-            if self.hosts.index:
+            if self.hosts.number:
                 error.add_note(
                     "this process does not know whether the save was committed; inspect the directory"
                 )
@@ -232,7 +235,7 @@ class SaveOfSeveral(Save):
             # Before the other processes hear of the commit, as they may save to the same directory right away.
             self.upload.close()
         except BaseException as error:
-            done = _IN_PLACE if may_be_committed(self) else _NOTHING
+            done = _IN_PLACE if save_may_be_committed(self) else _NOTHING
             raise _CommitError(f"{done}: {self.hosts.name(0)}: {error!r}", error) from error
         return b""
 
@@ -244,11 +247,11 @@ class SaveOfSeveral(Save):
                 "the processes have not written every element of every leaf once. Do they all see the same arrays on "
                 "the same devices? A leaf may not be in one process's memory for one and on devices for another"
             )
-        parts: Any = "torn" if receipt.is_torn else "whole"
+        wholeness: Any = "torn" if receipt.is_torn else "whole"
         return msgspec.structs.replace(
-            self.tree,
+            self.entry,
             files=tuple(receipt.files),
-            parts=parts,
+            wholeness=wholeness,
             owners=receipt.owners or msgspec.UNSET,
             raw_leaves=encode_leaves(dict(self.leaves)),
         )
@@ -270,7 +273,7 @@ def joined_receipts(receipts: Sequence[Receipt]) -> Receipt:
         whole.leaves |= receipt.leaves
         whole.coverage = (whole.coverage + receipt.coverage) % 2**64
         whole.is_torn |= receipt.is_torn
-        whole.parts += receipt.parts
+        whole.own_metadata += receipt.own_metadata
     whole.owners = joined_owners(receipt.owners for receipt in receipts)
     return whole
 
@@ -314,13 +317,13 @@ def _described(save: Save) -> tuple[Brought, list[str]]:
         + (f", {s.sharding.spec} on {s.sharding.mesh}" if s.sharding else "")
         for s in save.sources
     ]
-    lines += [f"{name}: {json}"[:_MOST_SHOWN] for name, json in save.tree.raw_values.items()]
+    lines += [f"{name}: {json}"[:_MOST_SHOWN] for name, json in save.entry.raw_values.items()]
     for source in save.compared.replicas:
         ((box, array),) = source.parts
         lines.append(f"{source.name}: {box_on_host(array, box).tolist()}")
-    structure = msgspec.json.encode(msgspec.json.decode(save.tree.structure), order="sorted")
-    values = msgspec.json.encode(save.tree.raw_values, order="sorted")
-    save.compared.own.update(msgspec.json.encode(save.tree.raw_metadata, order="sorted"))
+    structure = msgspec.json.encode(msgspec.json.decode(save.entry.structure), order="sorted")
+    values = msgspec.json.encode(save.entry.raw_values, order="sorted")
+    save.compared.own.update(msgspec.json.encode(save.entry.raw_metadata, order="sorted"))
     text = "\n".join(lines).encode(errors="replace")
     tree = xxh3_128_of([text, structure + values])
     return Brought(call, tree, save.compared.own.hexdigest()), lines

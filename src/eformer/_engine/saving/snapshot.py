@@ -124,8 +124,8 @@ class _Reader:
             self.written[0] += array.nbytes
             if array.nbytes <= _COMPARED_BYTES:
                 self.own.update(to_bytes(array, dtype))
-        if self.hosts.index:  # every process has one; the array of the first process is stored
-            return Source(name, dtype, array.shape, "numpy", is_first=False)
+        if self.hosts.number:  # every process has one; the array of the first process is stored
+            return Source(name, dtype, array.shape, "numpy", writes_start=False)
         if array.nbytes <= _COPIED_BYTES:
             return Source(name, dtype, array.shape, "numpy", None, None, to_bytes(array, dtype))
         interrupts.check()  # copies of large arrays take long, and nothing is owned yet
@@ -142,7 +142,7 @@ class _Reader:
         if array.is_deleted():
             raise _DeletedError
         key = None
-        place, owner, sharding = self.look_at(array.sharding, where)
+        place, only, sharding = self.look_at(array.sharding, where)
         if not isinstance(array.dtype, np.dtype):
             key, array = str(jax.random.key_impl(array)), jax.random.key_data(array)
         dtype, is_packed = self.stored_jax(array.dtype)
@@ -154,15 +154,15 @@ class _Reader:
         if place == "memory" and not is_packed:
             if self.hosts.count > 1 and array.nbytes <= _COMPARED_BYTES and sharding is None:
                 self.own.update(to_bytes(np.asarray(array), dtype))
-            return Source(name, dtype, shape, home, key, sharding, view_of(array), (), (), None, owner)
+            return Source(name, dtype, shape, home, key, sharding, view_of(array), (), (), None, only)
         split = self.split(array)
         if self.hosts.count > 1 and array.nbytes <= _REPLICA_BYTES and split.is_everywhere:
             self.compare(name, array)
-        mine, is_first = self.mine(split, array.dtype.itemsize)
+        mine, writes_start = self.mine(split, array.dtype.itemsize)
         parts = [(box, _data(array, number)) for box, number in mine.items()]
         boxes = merged(list(mine))
         return Source(
-            name, dtype, shape, home, key, sharding, None, parts, boxes, split.shard, owner, is_first
+            name, dtype, shape, home, key, sharding, None, parts, boxes, split.shard, only, writes_start
         )
 
     def compare(self, name: str, array: jax.Array) -> None:
@@ -218,11 +218,11 @@ class _Reader:
         if facts is None:
             devices: set[Any] = sharding.device_set
             processes = {self.hosts.process_of(device) for device in devices}
-            owner = processes.pop() if len(processes) == 1 else -1
-            is_here = len(devices) == 1 and owner == self.hosts.index
+            only = processes.pop() if len(processes) == 1 else -1
+            is_here = len(devices) == 1 and only == self.hosts.number
             is_cpu = is_here and next(iter(devices)).platform == "cpu"
             place = "memory" if is_cpu else "device" if is_here else None
-            facts = self.facts[where] = (place, owner, recorded_sharding(sharding))
+            facts = self.facts[where] = (place, only, recorded_sharding(sharding))
         return facts
 
     def split(self, array: jax.Array) -> _Split:
@@ -234,7 +234,7 @@ class _Reader:
         return found
 
     def mine(self, split: _Split, itemsize: int) -> tuple[dict[Box, int], bool]:
-        """Return the boxes that this process writes, and whether one of them is the first.
+        """Return the boxes that this process writes, and whether it writes the start of the array.
 
         If several processes hold a box, the process with the least to write so far writes it.
         """
@@ -243,7 +243,7 @@ class _Reader:
                 self.written += split.elements * itemsize
             return split.settled
         sizes = [(box.size * itemsize, who) for box, who in split.holders.items()]
-        return split.of(owners(sizes, self.written), self.hosts.index)
+        return split.of(choose_writers(sizes, self.written), self.hosts.number)
 
     def detach_all(self, sources: list[Source]) -> None:
         """Replace all arrays on accelerators by copies.
@@ -313,16 +313,16 @@ class _Split:
         self.settled: tuple[dict[Box, int], bool] | None = None
         self.elements = np.zeros(hosts.count, np.int64)
         if all(len(who) == 1 for who in holders.values()):  # the choice does not depend on `written`
-            self.settled = self.of([int(who[0]) for who in holders.values()], hosts.index)
+            self.settled = self.of([int(who[0]) for who in holders.values()], hosts.number)
             for box, who in holders.items():
                 self.elements[who[0]] += box.size
         # Even shares change no choice, and an array that one process holds alone looks different to each process.
         is_even = bool((self.elements == self.elements[0]).all())
         self.counts = not is_even and np.count_nonzero(self.elements) > 1
 
-    def of(self, owned: Sequence[int], process: int) -> tuple[dict[Box, int], bool]:
-        mine = [box for box, owner in zip(self.holders, owned, strict=True) if owner == process]
-        return {box: self.here[box] for box in mine}, owned[0] == process
+    def of(self, writers: Sequence[int], process: int) -> tuple[dict[Box, int], bool]:
+        mine = [box for box, writer in zip(self.holders, writers, strict=True) if writer == process]
+        return {box: self.here[box] for box in mine}, writers[0] == process
 
 
 def _split(array: jax.Array, hosts: Hosts) -> _Split:
@@ -338,7 +338,7 @@ def _split(array: jax.Array, hosts: Hosts) -> _Split:
         holders.setdefault(_box(index, array.shape), {})[process] = None
     here: dict[Box, int] = {}
     for number, shard in enumerate(array.addressable_shards):
-        if hosts.process_of(shard.device) == hosts.index:
+        if hosts.process_of(shard.device) == hosts.number:
             here.setdefault(_box(shard.index, array.shape), number)
     processes = {box: np.array(list(who)) for box, who in holders.items()}
     return _Split(processes, here, array.sharding.shard_shape(array.shape), hosts)
@@ -391,7 +391,7 @@ def _have_room(needed: Mapping[Any, int]) -> bool:
     return True
 
 
-def owners(
+def choose_writers(
     holders: Iterable[tuple[int, np.ndarray[Any, np.dtype[np.int64]]]],
     written: np.ndarray[Any, np.dtype[np.int64]],
 ) -> list[int]:
@@ -401,9 +401,9 @@ def owners(
     """
     chosen = []
     for nbytes, processes in holders:
-        owner = int(processes[written[processes].argmin()])
-        written[owner] += nbytes
-        chosen.append(owner)
+        writer = int(processes[written[processes].argmin()])
+        written[writer] += nbytes
+        chosen.append(writer)
     return chosen
 
 

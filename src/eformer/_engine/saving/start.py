@@ -12,7 +12,7 @@ from eformer._engine.formats.safetensors.names import SUFFIX, base_name, refuse_
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.dtypes import floating_dtype
 from eformer._engine.record.options import SaveOptions, options_from
-from eformer._engine.saving.commit import new_tree
+from eformer._engine.saving.commit import new_entry
 from eformer._engine.saving.pending import Pending, run_in_background
 from eformer._engine.saving.save import ALIASES, Format, Kind, Save, complete, store_options_of
 from eformer._engine.saving.several import SaveOfSeveral
@@ -55,7 +55,9 @@ def save(
     overwrite: bool = False,
     progress: Progress = None,
 ) -> str:
-    """Save `tree` to `path`, atomically and durably. On any error the previous checkpoint is left intact.
+    """Save `tree` to `path`, atomically and durably.
+
+    After an error the path holds the previous checkpoint or, if only the last sync failed, the whole new one.
 
     tree        any pytree. Do not write to its numpy arrays meanwhile; `save_async` copies them
     path        a directory, which holds one tree for each prefix, or one file if it ends in ".safetensors". It may
@@ -143,11 +145,11 @@ def start(
     first: Callable[[Any], Any] | None = None,
     hosts: Hosts | None = None,
 ) -> Save:
-    """Prepare a save up to the point where it can be completed. With `detach`, it no longer needs the caller's arrays.
+    """Take the arrays from the caller, and return a save that can be completed.
 
-    Without an index, the arrays are written as if by another program. `first` is called on the tree: if it raises, the
-    save fails with that error in every process. `hosts` are the processes that save together; by default
-    `SaveOptions.processes`.
+    With `detach`, it no longer needs the caller's arrays. Without an index, the arrays are written as if by another
+    program. `first` is called on the tree: if it raises, the save fails with that error in every process. `hosts` are
+    the processes that save together; by default `SaveOptions.processes`.
     """
     hosts = hosts or _hosts.current("saves", options.processes, options.timeout)
     with _hosts.told_to_all(hosts), store_options_of(options, path):
@@ -164,8 +166,8 @@ def start(
         with gc_paused():
             leaves, structure = flatten(tree)
             sources, values, compared = snapshot(leaves, options, hosts, detach=detach)
-        entry = new_tree(f"eformer {__version__}, jax {jax.__version__}", structure, recorded, values)
-        process = hosts.name(hosts.index)
+        entry = new_entry(f"eformer {__version__}, jax {jax.__version__}", structure, recorded, values)
+        process = hosts.name(hosts.number)
         interrupts.check()  # the last moment at which no other save waits for this one
         before = _saves_to_await(options.reuse, store, process) if options.reuse else ()
         turn = turns.take(store.at(file).key if file else store.key, process, in_background=detach)

@@ -12,6 +12,9 @@ _OTHER_REGION = re.compile(
     r"|<Code>AuthorizationHeaderMalformed</Code>.*\bregion\b|incorrectly configured region",
     re.DOTALL,
 )
+_NO_ANSWER = re.compile(
+    r"Error performing \w+ (https?://[^/\s?]+)\S* in .* - HTTP error: error sending request"
+)
 _STATUS = re.compile(r"status code: (\d+) ([\w ]*)")
 _PARTS = [re.compile(rf"<{name}>(.*?)</{name}>", re.DOTALL) for name in ("Code", "Message", "Details")]
 _MOST_WORDS = 300  # of an answer in another form, such as the page of a proxy
@@ -87,6 +90,11 @@ def known_error(answer: str, bucket: str, where: str, to: str, *, is_refused: bo
     if cloud := _asked_machine(answer, where):
         said = f"answered {in_words(answer)}" if _STATUS.search(answer) else "did not answer"
         return no_credentials(bucket, cloud, f", the role of this machine (its service {said})")
+    if unreachable := _NO_ANSWER.search(answer):
+        return OSError(
+            f"{where}: the server {unreachable[1]} cannot be reached; check the network and the address "
+            "(AWS_ENDPOINT_URL or the store option endpoint, if the server is your own)"
+        )
     status, code = _STATUS.search(answer), _PARTS[0].search(answer)
     if code and (remedy := _REMEDIES.get(code[1].strip())):
         return PermissionError(f"{where}: the server refuses to {to} ({in_words(answer)}); {remedy}")

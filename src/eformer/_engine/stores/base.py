@@ -168,7 +168,9 @@ class Store(Protocol):
     def open(self, names: Sequence[str], versions: Mapping[str, Version] | None = None) -> Files:
         """Open files for reading by number. Raise FileNotFoundError if a file in `versions` has been replaced since."""
 
-    def begin(self, root: str = "", token: str = "", *, save_id: str = "", is_first: bool = False) -> Upload:
+    def begin(
+        self, root: str = "", token: str = "", *, save_id: str = "", may_be_new: bool = False
+    ) -> Upload:
         """Begin an upload, or join the upload of another process by its `token`.
 
         `save_id` is in the names of all files. Without it the names are final.
@@ -176,8 +178,8 @@ class Store(Protocol):
         `root` is the directory that the files will be in, unless the commit moves them somewhere else; a bucket writes
         there directly.
 
-        The upload makes the place. `is_first` means that it holds no checkpoint yet. Then the directory is synced as
-        well, because another program may have made it and died before syncing it.
+        The upload makes the place. `may_be_new` means that no checkpoint is known to be there: the directory may not
+        exist, or another program may have made it and died before syncing it. Then the directory around it is synced.
         """
 
 
@@ -207,7 +209,7 @@ class Change(Struct, frozen=True):
     manifest   the manifest in the next index
     replaced   directories that are removed once the index is in place
     unmarked   the files that describe new arrays without the mark of their save, which identify them for a later save
-    tidy       removes files that the next index no longer names, and updates indexes for other readers
+    tidy       removes files that the next index no longer names, and updates Hugging Face indexes
     """
 
     moves: Mapping[str, str] = {}
@@ -229,13 +231,15 @@ class Change(Struct, frozen=True):
 
 
 class Commit(Struct, frozen=True):
-    """A commit, as an upload carries it out. In the order of calls: `read`, `change`, after an error `is_done`.
+    """A commit, as an upload carries it out. In the order of calls: `read`, `change`; after an error
+    `may_be_committed`.
 
-    read     reads the index, given the store of the place, or of the directory in which a new place is made
-    change   chooses final names, and makes the next index
-    name     the name of the index
-    sweeps   whether the remains of writers that died are removed, too
-    is_done  tells whether the index names the save; True if that cannot be known, or nothing has to be withdrawn
+    read               reads the index, given the store of the place, or of the directory in which a new place is made
+    change             chooses final names, and makes the next index
+    name               the name of the index
+    sweeps             whether the remains of writers that died are removed, too
+    may_be_committed   tells whether the index names the save; True if that cannot be known, or nothing has to be
+                       withdrawn
     """
 
     read: Callable[[Store], OldIndex]
@@ -243,7 +247,7 @@ class Commit(Struct, frozen=True):
     name: str = ""
     save_id: str = ""
     sweeps: bool = False
-    is_done: Callable[[], bool] = lambda: True
+    may_be_committed: Callable[[], bool] = lambda: True
 
 
 class Upload(Protocol):
@@ -268,13 +272,13 @@ class Upload(Protocol):
         upload."""
 
     def stream(self, name: str, nbytes: int, chunks: Iterable[Any]) -> None:
-        """Write a file of known length from pieces of memory, in their order."""
+        """Write a file of known length from buffers, in their order."""
 
     def put(self, files: Sequence[tuple[str, bytes]]) -> None:
         """Write many small files. Neighbours of one directory should follow each other."""
 
-    def link(self, name: str, source: Store, entry: Entry) -> bool:
-        """Use a file of another checkpoint again under a new name. Return False if it has to be written."""
+    def link(self, name: str, store: Store, entry: Entry) -> bool:
+        """Use a file of a checkpoint in `store` again, under a new name. Return False if it has to be written."""
 
     def sync(self) -> None:
         """Return when all files written so far are complete and on stable storage."""
@@ -358,7 +362,7 @@ def update_file(
         after = change(index.data)
         return Change() if after is None else Change(index=lambda _: after)
 
-    with closing(store.begin(is_first=True)) as upload:
+    with closing(store.begin(may_be_new=True)) as upload:
         upload.commit(Commit(read, to_change, name, sweeps=sweep))
 
 

@@ -117,7 +117,7 @@ class BucketStore:
     # --------------------------------------------------------------------------------------- write
 
     def begin(
-        self, root: str = "", token: str = "", *, save_id: str = "", is_first: bool = False
+        self, root: str = "", token: str = "", *, save_id: str = "", may_be_new: bool = False
     ) -> BucketUpload:
         return BucketUpload(self.objects, self._path, root, token, save_id)
 
@@ -225,11 +225,11 @@ class BucketUpload:
         else:
             self._send(lambda: self._objects.put_all(objects))
 
-    def link(self, name: str, source: Store, entry: Entry) -> bool:
+    def link(self, name: str, store: Store, entry: Entry) -> bool:
         """Use the object under its present name if that is final, else let the server copy it."""
-        if not isinstance(source, BucketStore) or source.objects is not self._objects:
+        if not isinstance(store, BucketStore) or store.objects is not self._objects:
             return False
-        key, final = source.key_of(entry.name), self._start + name
+        key, final = store.key_of(entry.name), self._start + name
         try:
             if self._objects.head(key).version != entry.version:
                 return False
@@ -266,7 +266,7 @@ class BucketUpload:
         try:
             change = self._swapped(commit, store)
         except BaseException:
-            if not commit.is_done():
+            if not commit.may_be_committed():
                 self._withdraw()
             raise
         tidy_up(change, store, self, self._finish)

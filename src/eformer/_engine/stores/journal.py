@@ -142,8 +142,8 @@ def _sweep(place: Directory, name: str, committed: Container[str] | None) -> Non
                 scratch.path,
             )
             return
-        journal, owner = read_journal(scratch)
-        settle(place, journal, committed, owner)
+        journal, user = read_journal(scratch)
+        settle(place, journal, committed, user)
         remove_opened(place, name, scratch)
 
 
@@ -160,8 +160,8 @@ def read_journal(scratch: Directory) -> tuple[Journal | None, int | None]:
     """Read the journal. Return it, and the number of the user that wrote it; None for a trusted user (this one, or
     root)."""
     try:
-        data, owner = scratch.read(JOURNAL, _MOST_JOURNAL)
-        return json_decoder(Journal).decode(data), None if owner in (0, os.geteuid()) else owner
+        data, user = scratch.read(JOURNAL, _MOST_JOURNAL)
+        return json_decoder(Journal).decode(data), None if user in (0, os.geteuid()) else user
     except (FileNotFoundError, FormatError, *MALFORMED_JSON):
         # The writer died before it wrote a journal, so it has moved nothing.
         return None, None
@@ -171,12 +171,12 @@ def settle(
     place: Directory,
     journal: Journal | None,
     committed: Container[str] | None,
-    owner: int | None = None,
+    user: int | None = None,
 ) -> None:
     """Remove the replaced directories of a save in `committed`, or the new directories of any other save.
 
     Replaced directories with a mark are removed in either case, unless the index still names them. Without `committed`,
-    remove only the new directories. With an `owner`, the writer of the journal, remove only files of that user.
+    remove only the new directories. With a `user`, who wrote the journal, remove only files of that user.
     """
     if journal is None:
         return
@@ -188,4 +188,4 @@ def settle(
         doomed = (*journal.new, *(moved for moved in journal.old if moved.mark))
     for moved in doomed:
         if committed is None or moved.mark not in committed:  # the index decides, whatever the journal says
-            remove_moved(place, moved, owner)
+            remove_moved(place, moved, user)

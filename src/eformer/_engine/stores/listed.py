@@ -76,7 +76,7 @@ class ListedStore:
         return other
 
     def begin(
-        self, root: str = "", token: str = "", *, save_id: str = "", is_first: bool = False
+        self, root: str = "", token: str = "", *, save_id: str = "", may_be_new: bool = False
     ) -> NoReturn:
         raise io.UnsupportedOperation(self.refusal)
 

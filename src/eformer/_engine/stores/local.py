@@ -105,9 +105,9 @@ class LocalStore:
     # -------------------------------------------------------------------------------------- write
 
     def begin(
-        self, root: str = "", token: str = "", *, save_id: str = "", is_first: bool = False
+        self, root: str = "", token: str = "", *, save_id: str = "", may_be_new: bool = False
     ) -> LocalUpload:
-        return LocalUpload(self.path, token, is_first=is_first)
+        return LocalUpload(self.path, token, may_be_new=may_be_new)
 
 
 # ------------------------------------------------------------------------------- the properties of a disk

@@ -58,7 +58,7 @@ class LocalUpload(NewFiles):
                     self._forget_journal()
             except BaseException:
                 # The sync may fail after the index is in place, so the index decides.
-                if not commit.is_done():
+                if not commit.may_be_committed():
                     self._withdraw()
                 raise
             tidy_up(change, store, self, self._finish)

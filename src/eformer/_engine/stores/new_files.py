@@ -66,14 +66,14 @@ class NewFiles(Scratch):
 
     takes: Takes = "ranges"
 
-    def __init__(self, directory: Path, token: str = "", *, is_first: bool = False) -> None:
+    def __init__(self, directory: Path, token: str = "", *, may_be_new: bool = False) -> None:
         self.nbytes = 0
         self.passes_cache = False
         self.unsynced: list[str] = []  # complete files
         self.synced: list[str] = []  # their bytes are synced, only the directories are left
         self._made: set[str] = set()
         self._files: list[NewFile] = []
-        super().__init__(directory, token, is_first=is_first)
+        super().__init__(directory, token, may_be_new=may_be_new)
 
     def create(self, name: str, nbytes: int) -> NewFile:
         if self.nbytes > _SMALL_SAVE and not self._files:
@@ -102,11 +102,11 @@ class NewFiles(Scratch):
                     ) from None
         self.unsynced += [path for path, _ in files]
 
-    def link(self, name: str, source: Store, entry: Entry) -> bool:
+    def link(self, name: str, store: Store, entry: Entry) -> bool:
         from eformer._engine.stores.local import on_disk  # late: a store makes uploads
 
         outer, _, plain = name.rpartition("/")
-        if (place := on_disk(source)) is None:
+        if (place := on_disk(store)) is None:
             return False
         try:
             os.close(open_inside(place, entry.name))  # raises if the name leads out of the store
@@ -117,7 +117,7 @@ class NewFiles(Scratch):
                     folder.unlink(plain)
                     raise FormatError("it has changed since it was read")
         except (OSError, FormatError) as error:  # no links between these places, or the file was just removed
-            logger.warning("reuse: cannot link %s, writing it again: %s", source.path_to(entry.name), error)
+            logger.warning("reuse: cannot link %s, writing it again: %s", store.path_to(entry.name), error)
             return False
         if outer:  # for the new name in the directory; the save that wrote the bytes has synced them
             self.unsynced.append(name)

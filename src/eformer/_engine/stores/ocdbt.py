@@ -108,10 +108,10 @@ class DatabaseUpload(LocalUpload):
     _is_busy = False
 
     def __init__(
-        self, directory: Path, token: str = "", *, mark: str, process: int = 0, is_first: bool = False
+        self, directory: Path, token: str = "", *, mark: str, process: int = 0, may_be_new: bool = False
     ) -> None:
         _require_text(directory)
-        super().__init__(directory, token, is_first=is_first)
+        super().__init__(directory, token, may_be_new=may_be_new)
         self._mark, self._branch = mark, f"{_BRANCH}{process}" if process else ""
         self._values = threading.Lock()
         try:
@@ -151,7 +151,7 @@ class DatabaseUpload(LocalUpload):
         self._is_busy = False
         self._begin()
 
-    def link(self, name: str, source: Store, entry: Entry) -> bool:
+    def link(self, name: str, store: Store, entry: Entry) -> bool:
         return False
 
     def sync(self) -> None:

@@ -76,8 +76,8 @@ class Moved(msgspec.Struct, frozen=True, array_like=True):
     described: tuple[Described, ...] = ()
 
 
-def remove_moved(directory: Directory, moved: Moved, owner: int | None = None) -> None:
-    """Remove the arrays, and the directories that are empty without them. With an `owner`, remove only files of that
+def remove_moved(directory: Directory, moved: Moved, user: int | None = None) -> None:
+    """Remove the arrays, and the directories that are empty without them. With a `user`, remove only files of that
     user.
 
     The files that identify the arrays are removed last, so that an interrupted removal can be repeated.
@@ -94,7 +94,7 @@ def remove_moved(directory: Directory, moved: Moved, owner: int | None = None) -
     with top:
         if os.fstat(top.descriptor).st_ino != moved.inode:
             return
-        _Removal(moved, owner).remove(top, moved.name)
+        _Removal(moved, user).remove(top, moved.name)
     directory.remove_if_empty(moved.name)
 
 
@@ -102,8 +102,8 @@ class _Removal:
     """The removal of the arrays and databases of one save: arrays with its mark or, without a mark, the described
     arrays."""
 
-    def __init__(self, moved: Moved, owner: int | None) -> None:
-        self._mark, self._owner = moved.mark, owner
+    def __init__(self, moved: Moved, user: int | None) -> None:
+        self._mark, self._user = moved.mark, user
         self._described = set(moved.described)
         self._paths = sorted(described.path for described in moved.described)
 
@@ -128,8 +128,8 @@ class _Removal:
         return bool(self._mark) or any(one.startswith(f"{path}/") for one in self._paths[first : first + 1])
 
     def _remove_here(self, folder: Directory, path: str, kinds: Mapping[str, Kind]) -> bool:
-        """Return whether the directory itself is an array or a database of this save. Remove it if its owner and
-        description allow."""
+        """Return whether the directory itself is an array or a database of this save. Remove it if the file
+        that describes it is meant."""
         if _mark_of_database(folder, kinds) == self._mark:
             if self._is_meant(folder, path, DATABASE_MARK):
                 _remove_database(folder, kinds)
@@ -141,10 +141,10 @@ class _Removal:
         return True
 
     def _is_meant(self, folder: Directory, path: str, name: str) -> bool:
-        """Tell whether the file that describes an array belongs to the owner and, without a mark, is the described
-        file."""
+        """Tell whether the file that describes an array belongs to the user, if one is given, and without a mark is
+        the described file."""
         status = folder.status(name)
-        if self._owner is not None and (status is None or status.st_uid != self._owner):
+        if self._user is not None and (status is None or status.st_uid != self._user):
             return False
         return bool(self._mark) or Described.at(folder, name, f"{path}/{name}") in self._described
 

@@ -36,14 +36,14 @@ class Scratch:
 
     journal: Journal | None = None
 
-    def __init__(self, directory: Path, token: str = "", *, is_first: bool = False) -> None:
-        if is_first:
+    def __init__(self, directory: Path, token: str = "", *, may_be_new: bool = False) -> None:
+        if may_be_new:
             make_directories(directory.parent)
             if not directory.parent.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
             if directory.is_dir():  # another program may have made it, and died before syncing it
                 sync_directory(directory.parent)
-        self.is_owner, self.token, self._directory = not token, token, directory
+        self.is_maker, self.token, self._directory = not token, token, directory
         self.is_new = not os.path.lexists(directory / token)
         if token and self.is_new:  # fails if the directory of the other process is not visible here yet
             self.is_new = (directory.parent / token).is_dir()
@@ -60,7 +60,7 @@ class Scratch:
     def _enter(self, name: str) -> None:
         """Make the directory, or open the directory of another process, and lock it."""
         self.token = name
-        if self.is_owner:
+        if self.is_maker:
             self.around.make(name, usable=True)
         try:
             self.top = self.around.enter(name)
@@ -74,11 +74,11 @@ class Scratch:
         except FileNotFoundError:  # another save swept it before it was locked
             for directory in (self._new, self.data, self.top):
                 directory.close()
-            if not self.is_owner or not self.around.path.is_dir():
+            if not self.is_maker or not self.around.path.is_dir():
                 raise
 
     def _inner(self, folder: Directory, name: str, *, usable: bool = True) -> Directory:
-        if self.is_owner:
+        if self.is_maker:
             folder.make(name, usable=usable)
         return folder.enter(name)
 
@@ -112,7 +112,7 @@ class Scratch:
 
     def close(self) -> None:
         try:
-            if self.is_owner and self.top.descriptor >= 0 and not self.journal:
+            if self.is_maker and self.top.descriptor >= 0 and not self.journal:
                 self._remove()
         finally:
             self.abandon()

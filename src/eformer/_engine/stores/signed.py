@@ -1,6 +1,6 @@
 """Read a signed checkpoint so that every byte is checked against its signed SHA-256 before it is used.
 
-A `SignedStore` has exactly the signed files. It reads a piece into memory of this process, digests that memory, and
+A `SignedStore` has exactly the signed files. It reads a block into memory of this process, digests that memory, and
 returns bytes of it. So a file that is swapped or written to at any moment is detected or has no effect. The store gives
 out no path on this machine's disk, so that no reader can go around it.
 
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Self
 
 from eformer._engine.record.signature import (
     MOST_BYTES,
-    SIGNED_PIECE_BYTES,
+    SIGNED_BLOCK_BYTES,
     SignedFile,
-    count_signed_pieces,
-    digest_piece,
+    count_signed_blocks,
+    digest_block,
     is_signed_name,
     parse_envelope,
     signature_name,
@@ -130,35 +130,35 @@ def files_to_sign(store: Store) -> dict[str, int]:
 
 
 def digest_files(store: Store, sizes: Mapping[str, int], meter: Meter = SILENT) -> list[SignedFile]:
-    """Digest files, their pieces on all cores."""
+    """Digest files, their blocks on all cores."""
     names, nbytes = list(sizes), list(sizes.values())
-    found = [[""] * count_signed_pieces(size) for size in nbytes]
+    found = [[""] * count_signed_blocks(size) for size in nbytes]
     files, buffers = store.open(names), threading.local()
 
-    def digest(number: int, piece: int) -> None:
-        start = piece * SIGNED_PIECE_BYTES
-        length = min(SIGNED_PIECE_BYTES, nbytes[number] - start)
+    def digest(number: int, block: int) -> None:
+        start = block * SIGNED_BLOCK_BYTES
+        length = min(SIGNED_BLOCK_BYTES, nbytes[number] - start)
         memory = _buffer(buffers)[:length]
         if files.read_into(number, memory, start) != length:
             raise AlteredError(f"{store.path_to(names[number])} was changed while it was read")
-        found[number][piece] = digest_piece(memory)
+        found[number][block] = digest_block(memory)
         meter.add(length)
 
-    tasks = (partial(digest, n, piece) for n, pieces in enumerate(found) for piece in range(len(pieces)))
+    tasks = (partial(digest, n, block) for n, blocks in enumerate(found) for block in range(len(blocks)))
     try:
         # SHA-256 does not hold the interpreter lock, so more threads help here than for other reads.
         run_all(tasks, max(store.read_threads, os.cpu_count() or 1))
     finally:
         files.close()
     return [
-        SignedFile(name, size, tuple(pieces)) for name, size, pieces in zip(names, nbytes, found, strict=True)
+        SignedFile(name, size, tuple(blocks)) for name, size, blocks in zip(names, nbytes, found, strict=True)
     ]
 
 
 def _buffer(local: threading.local) -> memoryview:
-    """Return memory for one piece. Each thread has its own."""
+    """Return memory for one block. Each thread has its own."""
     if not hasattr(local, "memory"):
-        local.memory = memoryview(bytearray(SIGNED_PIECE_BYTES))
+        local.memory = memoryview(bytearray(SIGNED_BLOCK_BYTES))
     memory: memoryview = local.memory
     return memory
 
@@ -169,9 +169,7 @@ def _buffer(local: threading.local) -> memoryview:
 class SignedStore(ListedStore):
     """The signed files of a directory, or a single signed file of it."""
 
-    read_bytes = (
-        8 * SIGNED_PIECE_BYTES
-    )  # a piece, so that most pieces are read directly to where they are wanted
+    read_bytes = 8 * SIGNED_BLOCK_BYTES  # so that most blocks are read directly to where they are wanted
     missing = "does not exist, or is not signed"
 
     def __init__(self, store: Store, files: Mapping[str, SignedFile], scope: str = "") -> None:
@@ -241,10 +239,10 @@ class SignedStore(ListedStore):
         sizes = {name: size for name, size in self._listing.sizes.items() if printable(name) not in lost}
         for now in digest_files(self._store, sizes, meter):
             file = self.files[now.name]
-            for piece, (digest, signed) in enumerate(zip(now.sha256, file.sha256, strict=True)):
+            for block, (digest, signed) in enumerate(zip(now.sha256, file.sha256, strict=True)):
                 if digest != signed:
-                    start = piece * SIGNED_PIECE_BYTES
-                    stop = min(start + SIGNED_PIECE_BYTES, file.nbytes)
+                    start = block * SIGNED_BLOCK_BYTES
+                    stop = min(start + SIGNED_BLOCK_BYTES, file.nbytes)
                     problem = f"differ from the signature: their SHA-256 is {digest}, expected {signed}"
                     damages.append(Damage("", printable(now.name), start, stop, problem))
         return damages
@@ -275,8 +273,8 @@ class SignedStore(ListedStore):
 # ---------------------------------------------------------------------------------------------- files
 
 
-class _Piece:
-    """A piece. The first thread that needs it reads it, and other threads wait."""
+class _Block:
+    """A block. The first thread that needs it reads it, and other threads wait."""
 
     __slots__ = ("lock", "memory")
 
@@ -286,7 +284,7 @@ class _Piece:
 
 
 class SignedFiles(UnchangingFiles):
-    """Signed files by number. A few pieces are kept, because reads begin and end inside of pieces.
+    """Signed files by number. A few blocks are kept, because reads begin and end inside of blocks.
 
     No file is mapped, because a mapped file can change after it was checked. No file counts as rewritten, because all
     bytes that were read were checked, whatever the files contain now.
@@ -294,39 +292,39 @@ class SignedFiles(UnchangingFiles):
 
     def __init__(self, files: Files, signed: Sequence[SignedFile], store: SignedStore) -> None:
         self._files, self._signed, self._store = files, signed, store
-        self._piece = lru_cache(store.read_threads + 2)(lambda number, piece: _Piece())
+        self._block = lru_cache(store.read_threads + 2)(lambda number, block: _Block())
         self._lock = Lock()
 
     def read_into(self, number: int, memory: memoryview, offset: int) -> int:
         nbytes = self._signed[number].nbytes
         start, stop = offset, min(offset + len(memory), nbytes)
         while start < stop:
-            piece = start // SIGNED_PIECE_BYTES
-            first, last = piece * SIGNED_PIECE_BYTES, min((piece + 1) * SIGNED_PIECE_BYTES, nbytes)
+            block = start // SIGNED_BLOCK_BYTES
+            first, last = block * SIGNED_BLOCK_BYTES, min((block + 1) * SIGNED_BLOCK_BYTES, nbytes)
             end = min(stop, last)
             wanted = memory[start - offset : end - offset]
             if (start, end) == (first, last):
-                self._read_checked(number, piece, wanted)
+                self._read_checked(number, block, wanted)
             else:
-                wanted[:] = self._kept(number, piece, last - first)[start - first : end - first]
+                wanted[:] = self._kept(number, block, last - first)[start - first : end - first]
             start = end
         return max(0, stop - offset)
 
-    def _kept(self, number: int, piece: int, nbytes: int) -> memoryview:
-        """Return a checked piece, and keep it for neighbouring reads."""
+    def _kept(self, number: int, block: int, nbytes: int) -> memoryview:
+        """Return a checked block, and keep it for neighbouring reads."""
         with self._lock:
-            found = self._piece(number, piece)
+            found = self._block(number, block)
         with found.lock:
             if found.memory is None:
                 memory = memoryview(bytearray(nbytes))
-                self._read_checked(number, piece, memory)
+                self._read_checked(number, block, memory)
                 found.memory = memory
             return found.memory
 
-    def _read_checked(self, number: int, piece: int, memory: memoryview) -> None:
-        """Read a whole piece, and check the bytes in memory, so that later changes of the file do not matter."""
-        file, start = self._signed[number], piece * SIGNED_PIECE_BYTES
-        signed, digest = file.sha256[piece], self._read(number, memory, start)
+    def _read_checked(self, number: int, block: int, memory: memoryview) -> None:
+        """Read a whole block, and check the bytes in memory, so that later changes of the file do not matter."""
+        file, start = self._signed[number], block * SIGNED_BLOCK_BYTES
+        signed, digest = file.sha256[block], self._read(number, memory, start)
         if (
             digest != signed
             and isinstance(self._files, KeepsCopies)
@@ -342,7 +340,7 @@ class SignedFiles(UnchangingFiles):
             raise error
 
     def _read(self, number: int, memory: memoryview, start: int) -> str:
-        return digest_piece(memory[: self._files.read_into(number, memory, start)])
+        return digest_block(memory[: self._files.read_into(number, memory, start)])
 
     def nbytes(self, number: int) -> int:
         return self._signed[number].nbytes
@@ -351,5 +349,5 @@ class SignedFiles(UnchangingFiles):
         self._files.hold(numbers)
 
     def close(self) -> None:
-        self._piece.cache_clear()
+        self._block.cache_clear()
         self._files.close()

@@ -23,7 +23,7 @@ from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.options import SaveOptions
 from eformer._engine.record.rename import rules_from
 from eformer._engine.record.text import count, few, size
-from eformer._engine.saving.commit import new_tree
+from eformer._engine.saving.commit import new_entry
 from eformer._engine.saving.save import ALIASES, Save, complete
 from eformer._engine.saving.staging import Staging
 from eformer._engine.stores.base import publish
@@ -323,16 +323,16 @@ def _save(
     # Name the program that first wrote the checkpoint, before any conversion.
     writer = re.sub(r".*converted from ", "", view.tree.written_by) or view.format
     written_by = f"eformer {__version__}, converted from {writer}"
-    tree = new_tree(written_by, converted.structure, view.tree.raw_metadata, converted.raw_values)
+    entry = new_entry(written_by, converted.structure, view.tree.raw_metadata, converted.raw_values)
     if converted.adapter_config:
-        tree = with_config(tree, converted.adapter_config)
+        entry = with_config(entry, converted.adapter_config)
     store, file = (around, name) if name.endswith(SUFFIX) else (around.at(name), "")
     turn = turns.take(around.path_to(name), hosts.name(0))
     sources, converted.sources = (
         converted.sources,
         [],
     )  # so that the save can drop each leaf when it is written
-    return Save(store, file, prefix, target, sources, tree, options, hosts, turn)
+    return Save(store, file, prefix, target, sources, entry, options, hosts, turn)
 
 
 # ------------------------------------------------------------------------------------------- destination

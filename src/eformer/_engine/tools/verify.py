@@ -125,7 +125,7 @@ def verify(
 ) -> Verification:
     """Check every leaf of every tree at `path`, and the headers of the files, against their digests.
 
-    Also check that the indexes for other readers, and the marks of databases, agree with the manifest.
+    Also check that the Hugging Face indexes, and the marks of databases, agree with the manifest.
 
     The result lists all damage; only a manifest that cannot be read raises. For a directory of another program, the
     result also lists the files that are not read and may hold leaves. `progress` is True for a progress bar, or a
@@ -262,7 +262,7 @@ def _readable_trees(found: Found) -> tuple[list[TreeEntry], list[Damage]]:
     """Return the trees whose process records can be read, and the damage of all other trees."""
     trees, damages = [], []
     for prefix, record in found.manifest.trees.items():
-        if record.parts:
+        if record.wholeness:
             try:
                 found.trees[prefix].check_leaves()
             except (OSError, FormatError) as error:

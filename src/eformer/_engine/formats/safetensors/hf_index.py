@@ -1,4 +1,4 @@
-"""Write `model.safetensors.index.json`, for readers that know safetensors and not the manifest.
+"""Write the Hugging Face index, `model.safetensors.index.json`, for readers that do not know the manifest.
 
 Tests: tests/engine/formats/test_safetensors.py, tests/engine/formats/safetensors/test_names.py.
 """
@@ -31,8 +31,8 @@ logger = logging.getLogger("eformer")
 
 
 def bring_up_to_date(store: Store, there: Mapping[str, Kind], upload: Upload, manifest: Manifest) -> set[str]:
-    """Write or remove the index of every tree. `there` lists the directory. Return the names that the files of the
-    trees begin with."""
+    """Write or remove the Hugging Face index of every tree. `there` lists the directory. Return the names that the
+    files of the trees begin with."""
     trees = _by_base(manifest)
     for base, tree in trees.items():
         _update(store, upload, there, base, tree)
@@ -49,7 +49,7 @@ def _by_base(manifest: Manifest) -> dict[str, TreeEntry]:
 
 
 def _update(store: Store, upload: Upload, there: Mapping[str, Kind], base: str, tree: TreeEntry) -> None:
-    """Write the index of a tree with several files or an unusual file name; remove it from other trees."""
+    """Write the Hugging Face index of a tree with several files or an unusual file name; remove it from other trees."""
     index = base + INDEX_SUFFIX
     saved, version = save_of_index(store, index, there.get(index))
     if saved is None and version is not None:
@@ -64,7 +64,7 @@ def _update(store: Store, upload: Upload, there: Mapping[str, Kind], base: str, 
 
 def _is_wanted(base: str, tree: TreeEntry) -> bool:
     names = [file.name for file in tree.files]
-    is_of_use = tree.parts != "torn" and not any(name.endswith(PRIVATE) for name in names)
+    is_of_use = tree.wholeness != "torn" and not any(name.endswith(PRIVATE) for name in names)
     return bool(names) and is_of_use and names != plain_names(base, 1)
 
 

@@ -33,7 +33,7 @@ from eformer._engine.formats.safetensors.names import (
     unique_names,
 )
 from eformer._engine.formats.safetensors.read import is_ours, prefix_of_file, read_manifest
-from eformer._engine.formats.write_format import ManifestIndex, is_committed, other_format
+from eformer._engine.formats.write_format import ManifestIndex, may_be_committed, other_format
 from eformer._engine.record.digests import stamp_digest
 from eformer._engine.record.indexes import INDEX as ZARR_INDEX
 from eformer._engine.record.indexes import MANIFEST, ORBAX_TREE, PEFT_CONFIG, SAFETENSORS
@@ -82,8 +82,8 @@ class SafetensorsDirectory(_Safetensors):
     def header_needs_digests(self) -> bool:
         return self.several
 
-    def begin(self, store: Store, token: str = "", *, is_first: bool = False) -> Upload:
-        return store.begin("", token, save_id=self.save_id, is_first=is_first)
+    def begin(self, store: Store, token: str = "", *, may_be_new: bool = False) -> Upload:
+        return store.begin("", token, save_id=self.save_id, may_be_new=may_be_new)
 
     # ---------------------------------------------------------------------------------------- plan
 
@@ -138,14 +138,14 @@ class SafetensorsDirectory(_Safetensors):
         manifest, version = read_manifest(store)
         return _Index(manifest or Manifest(format=SAFETENSORS), version, self.prefix)
 
-    is_committed = is_committed
+    may_be_committed = may_be_committed
 
 
 @dataclass(frozen=True, slots=True)
 class _Index(ManifestIndex):
     prefix: str
 
-    def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
+    def change_for(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
         # Another save may have written an index of arrays since the check, and readers would prefer it.
         if on_disk(store) is not None and store.exists(ZARR_INDEX):
             raise other_format(store, ZARR_INDEX)
@@ -168,9 +168,9 @@ class _Index(ManifestIndex):
         new = [file.name for file in tree.files if f".{tree.save_id}{SUFFIX}" in file.name]
         kept = [file.name for file in tree.files if f".{tree.save_id}{SUFFIX}" not in file.name]
         names = plain_names(base_name(self.prefix), len(new))
-        is_first = not kept and self.prefix not in self.manifest.trees
+        is_first_save = not kept and self.prefix not in self.manifest.trees
         # Asked by name: where case does not count, the plain name of prefix "EMA" is that of "ema".
-        if not is_first or any(map(store.kind, names)):
+        if not is_first_save or any(map(store.kind, names)):
             names = unique_names(names, tree.save_id)
         if any(name.endswith(PRIVATE) for name in kept):
             # Other readers cannot read the kept files, and must not take the new files for the whole tree.
@@ -199,7 +199,7 @@ def _tidy(manifest: Manifest, store: Store, upload: Upload) -> None:
 
 
 def _bring_up_to_date_without_locks(manifest: Manifest, store: Store, upload: Upload) -> None:
-    """Write the indexes for other readers, again and again until the manifest did not change while they were written:
+    """Write the Hugging Face indexes, again and again until the manifest did not change while they were written:
     the last of several concurrent saves leaves indexes that match."""
     while True:
         try:
@@ -256,8 +256,8 @@ class SafetensorsFile(_Safetensors):
     tensors: Mapping[str, str]
     overwrite: bool = False
 
-    def begin(self, store: Store, token: str = "", *, is_first: bool = False) -> Upload:
-        return store.begin("", token, is_first=is_first)
+    def begin(self, store: Store, token: str = "", *, may_be_new: bool = False) -> Upload:
+        return store.begin("", token, may_be_new=may_be_new)
 
     # ---------------------------------------------------------------------------------------- plan
 
@@ -331,7 +331,7 @@ class SafetensorsFile(_Safetensors):
     def read_index(self, store: Store) -> _NoIndex:
         return _NoIndex()
 
-    def is_committed(self, store: Store, save_id: str) -> bool:
+    def may_be_committed(self, store: Store, save_id: str) -> bool:
         try:
             trees = find(store.path_to(self.index_name)).manifest.trees
         except FileNotFoundError:
@@ -346,7 +346,7 @@ class _NoIndex(NoIndex, frozen=True):
 
     barred: tuple[str, ...] = ()
 
-    def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
+    def change_for(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
         return Change({file.name: file.name for file in tree.files})
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from eformer._engine.formats.write_format import ManifestIndex, is_committed, other_format
+from eformer._engine.formats.write_format import ManifestIndex, may_be_committed, other_format
 from eformer._engine.formats.zarr.layout import plan_arrays
 from eformer._engine.formats.zarr.read import array_at, discover, read_index, structure_of
 from eformer._engine.record.by_process import ProcessRecord
@@ -76,7 +76,7 @@ class ZarrArrays:
     def own_nbytes(self, source: Source) -> int:
         return source.itemsize * sum(box.size for box in source.own_regions)
 
-    def begin(self, store: Store, token: str = "", *, is_first: bool = False) -> Upload:
+    def begin(self, store: Store, token: str = "", *, may_be_new: bool = False) -> Upload:
         directory = on_disk(store)
         if not self.has_index and directory is None:
             # A bucket cannot rename, so the arrays are written under their plain names.
@@ -87,12 +87,12 @@ class ZarrArrays:
             return store.begin(self.base if self.prefix else "")
         if not self.options.ocdbt:
             save_id = self.save_id if self.has_index else ""
-            return store.begin(self.root, token, save_id=save_id, is_first=is_first)
+            return store.begin(self.root, token, save_id=save_id, may_be_new=may_be_new)
         if directory is None:
             raise ValueError(
                 f"{store.url}: SaveOptions.ocdbt needs a local directory; save there, or without ocdbt"
             )
-        return DatabaseUpload(directory, token, mark=self.mark, process=self.process, is_first=is_first)
+        return DatabaseUpload(directory, token, mark=self.mark, process=self.process, may_be_new=may_be_new)
 
     # ---------------------------------------------------------------------------------------- plan
 
@@ -150,7 +150,7 @@ class ZarrArrays:
         manifest = index.manifest(store.path_to(INDEX)) if index else Manifest(format=FORMAT)
         return _ArraysIndex(manifest, version, self, index)
 
-    is_committed = is_committed
+    may_be_committed = may_be_committed
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class _ArraysIndex(ManifestIndex):
     format: ZarrArrays
     found: Index | None
 
-    def commit(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
+    def change_for(self, tree: TreeEntry, store: Store, upload: Upload) -> Change:
         fmt = self.format
         # Another save may have written it since the check.
         if self.found is None and on_disk(store) is not None and store.exists(MANIFEST):
@@ -219,14 +219,15 @@ class _ArraysIndex(ManifestIndex):
         if not contents:
             return "", {}
         there = store.kinds().keys()
-        is_first = fmt.prefix not in index.listed()
-        # Asked by name, because case may not count.
-        if is_first and not fmt.prefix and not fmt.options.ocdbt and not any(map(store.kind, contents)):
+        is_first_save = fmt.prefix not in index.listed()
+        # Asked by name, because case may not count; not in an empty place, where thousands of questions take long.
+        is_free = not (there and any(map(store.kind, contents)))
+        if is_first_save and not fmt.prefix and not fmt.options.ocdbt and is_free:
             return "", {name: name for name in contents}
         if not fmt.has_index and (not fmt.prefix or fmt.base in there):
             raise _not_told_apart(store, there & {fmt.base, *contents})
         plain = f"{fmt.base}.ocdbt" if fmt.options.ocdbt else fmt.base
-        root = plain if is_first and not store.kind(plain) and plain != "tree" else fmt.root
+        root = plain if is_first_save and not store.kind(plain) and plain != "tree" else fmt.root
         return root, {"": root}
 
     def _require_listed(self, contents: Sequence[str], store: Store) -> None:

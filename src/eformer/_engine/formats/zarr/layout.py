@@ -81,7 +81,7 @@ class _Plan(Struct, frozen=True):
     chunks: Sequence[_Chunk]
 
     def files(self, source: Source, path: str) -> Iterator[PlannedFile]:
-        if source.is_first:
+        if source.writes_start:
             yield PlannedFile(f"{path}/{ZARRAY}", [], len(self.described), self.described)
         for chunk in self.chunks:
             digests = [NO_DIGEST] * chunk.pieces

@@ -444,10 +444,11 @@
     });
     return made;
   };
-  eformer.heatLegend = () => {
+  eformer.heatLegend = ({ cells }) => {
     const [low, high] = domain;
+    const odd = new Set(cells.filter((cell) => cell[2] === null && !cell[4]).map((cell) => cell[3]));  // hatched
     const marks = [0, 0.25, 0.5, 0.75, 1].map((part) => low * (high / low) ** part);
     return h("div.legend", { role: "img", "aria-label": `Colours: pale for a relative change of ${percent(low)}, strong for ${percent(high)}; red and marked for leaves that became NaN or Inf` },
-      h("i.became"), h("span.muted", "became NaN or Inf"), h("i.same"), h("span.muted", "same"), ...marks.map((one) => [h("i", { style: { "--heat-at": String(eformer.heat(one)) } }), h("span.muted", `${Number((100 * one).toPrecision(2))} %`)]));
+      h("i.became"), h("span.muted", "became NaN or Inf"), h("i.same"), h("span.muted", "same"), odd.size ? [h("i.odd"), h("span.muted", odd.size > 1 ? "no number" : odd.has("unknown") ? "not read" : [...odd][0])] : null, ...marks.map((one) => [h("i", { style: { "--heat-at": String(eformer.heat(one)) } }), h("span.muted", `${Number((100 * one).toPrecision(2))} %`)]));
   };
 })();

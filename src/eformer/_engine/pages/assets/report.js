@@ -130,7 +130,7 @@
     const maps = changes.heatmaps;
     const drawMap = (n) => {
       eformer.heatDomain(maps[n]);
-      body.replaceChildren(eformer.heatmap(maps[n], goTo), eformer.heatLegend());
+      body.replaceChildren(eformer.heatmap(maps[n], goTo), eformer.heatLegend(maps[n]));
       requestAnimationFrame(() => {  // scroll to the first layer that became NaN
         const loud = body.querySelector("td.became");
         if (loud) body.scrollLeft = loud.offsetLeft - body.clientWidth / 2;

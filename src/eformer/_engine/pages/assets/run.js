@@ -53,7 +53,7 @@
       h("div.page",
         h("div.title", h("div", h("h1", eformer.name(run.title)), h("p.muted.facts", h("bdi.mono", eformer.visible(run.path)), span(steps))), state(run, Boolean(source.follow))),
         tiles(run),
-        run.notes.length ? h("ul.notes", { "aria-label": "Notes" }, run.notes.map((note) => h("li", eformer.visible(note)))) : null,
+        run.notes.length ? h(steps.some((step) => step.change?.became) ? "ul.notes.bad" : "ul.notes", { "aria-label": "Notes" }, run.notes.map((note) => h("li", eformer.visible(note)))) : null,
         steps.length ? timeline(run, axis, all, choose, chosen) : null,
         all.length ? charts(run, axis, all, choose, chosen) : h("p.muted.empty", "No steps yet. ", source.follow ? "A step appears here as soon as it is saved." : null),
         steps.length ? table(run, source, choose, chosen) : null,
@@ -72,9 +72,9 @@
   const age = (text) => h("time.muted", { datetime: text, "data-ago": true }, eformer.ago(text));
   const state = ({ steps, is_complete }, isLive) => {
     if (!is_complete) return eformer.state("neutral", "○", "reading the steps", "The newest are read first.");
-    const damaged = steps.filter((step) => step.problem).length, text = "Lengths were compared; digests are compared by eformer verify.";
+    const damaged = steps.filter((step) => step.problem).length, whole = "File sizes match. eformer verify checks every byte.";
     if (!steps.length) return eformer.state("neutral", "○", isLive ? "waiting for the first step" : "no steps yet", isLive ? "This page follows the run." : "");
-    return damaged ? eformer.state("bad", "✗", many(damaged, "damaged step"), text) : eformer.state("good", "✓", "every step is whole", text);
+    return damaged ? eformer.state("bad", "✗", many(damaged, "damaged step"), "eformer verify checks every byte of the others.") : eformer.state("good", "✓", "every step is whole", whole);
   };
   const retention = ({ steps, rules, own, is_complete }) => {
     if (!is_complete) return [h("span.big", "…")];
@@ -175,7 +175,7 @@
     if (!shown.length) return null;
     const smoothers = [];
     const slider = h("input", { type: "range", id: "smoothing", min: 0, max: 0.98, step: 0.02, value: smoothing, oninput: () => { smoothing = Number(slider.value); smoothers.forEach((smooth) => smooth()); } });
-    return h("section", { "aria-labelledby": "metrics-title" }, h("div.bar", h("h2", { id: "metrics-title" }, "Metrics and change"), h("label.choice", "smooth ", slider)),
+    return h("section", { "aria-labelledby": "metrics-title" }, h("div.bar", h("h2", { id: "metrics-title" }, shown.some((one) => one.isChange) ? "Metrics and change" : "Metrics"), h("label.choice", "smooth ", slider)),
       h("div.charts", shown.slice(0, 24).map((one) => chart(one, axis, choose, chosen, smoothers))));
   };
 
@@ -184,7 +184,8 @@
     const low = values.length ? Math.min(...values) : 0, high = values.length ? Math.max(...values) : 0;
     const last = one.odd.length && one.odd.at(-1).number >= (one.points.at(-1)?.[0].number ?? -Infinity) ? one.isChange ? alarm(one.odd.at(-1).change) : "not finite" : null;
     const marked = one.odd.length ? `; ${one.isChange ? "NaN or Inf" : "not finite"} at ${one.odd.length > 6 ? many(one.odd.length, "step") : `step ${one.odd.map((step) => step.number).join(", ")}`}` : "";
-    const format = one.isChange ? percent : (value) => number(value, 4);
+    const short = one.isChange ? percent : (value) => number(value, 4), long = (value) => one.isChange ? `${Number((100 * value).toPrecision(6))} %` : number(value, 9);
+    const format = high !== low && short(high) === short(low) ? long : short;  // two ends of an axis never read the same
     const at = (value, height) => high === low ? height / 2 : height - 8 - (height - 16) * (value - low) / (high - low);
     const draw = (width, height) => {
       const line = (points) => points.map(([step, value]) => `${(axis.at(step.number) * width).toFixed(1)},${at(value, height).toFixed(1)}`).join(" ");
