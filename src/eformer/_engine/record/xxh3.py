@@ -4,6 +4,7 @@ The algorithm, for inputs longer than 240 bytes: eight accumulators of 64 bits t
 Within a block of 16 stripes they only add, so the stripes of a block can be summed in any order. After each block the
 accumulators are scrambled. The last partial block and the last 64 bytes are added without a scramble, and a merge of
 the accumulators with the length gives the digest.
+
 Tests: tests/engine/trees/test_device_digests.py.
 """
 
