@@ -2,7 +2,7 @@
 
     python -W ignore -m support.interrupting FOLDER CALL STRIDE FIRST
 
-A trace hook sends a real SIGINT at the first visit of a line or function, of eformer or of the modules of Python that
+Tests call `main` in a process of its own. A trace hook sends a real SIGINT at the first visit of a line or function, of eformer or of the modules of Python that
 wait and lock. STRIDE and FIRST choose among these sites. Every other site gets a second SIGINT a few events later. A
 call that hangs tells where it stands and ends the program.
 """
@@ -244,6 +244,7 @@ def own() -> tuple[list[str], list[str]]:
 
 
 def main(folder: str, name: str, stride: int, first: int) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     calls = Calls(Path(folder, "checkpoint"))
     call = getattr(calls, name)
     for module in ("verify", "follow"):
@@ -280,5 +281,4 @@ def main(folder: str, name: str, stride: int, first: int) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
