@@ -52,27 +52,9 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=list(left_out))
 
 
-def pytest_collection(session):
-    """Collect no garbage while tests are collected, and share the work of rewriting `assert`.
-
-    Without bytecode of the tests, every worker would rewrite all files. Each imports others first, so that it finds
-    most of the rest rewritten.
-    """
+def pytest_collection():
+    """Collect no garbage while tests are collected: hardly any of it is garbage."""
     gc.disable()
-    if worker := getattr(session.config, "workerinput", None):
-        number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
-        files = [file for node in session.perform_collect(genitems=False) for file in modules(node)]
-        for file in files[number::count]:
-            file.obj  # noqa: B018  imports it
-
-
-def modules(node):
-    """Yield the files of tests in a directory, which are not imported yet."""
-    if isinstance(node, pytest.Module):
-        yield node
-    elif isinstance(node, pytest.Directory):
-        for child in node.collect():
-            yield from modules(child)
 
 
 def pytest_collection_finish():
