@@ -9,6 +9,10 @@ from support import loopback
 
 loopback.keep()  # before anything can ask for an address
 
+# Most programs of the tests run once, on a few numbers: compiling them takes longer than they do. Processes that tests
+# start inherit it.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
 import jax  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
@@ -48,8 +52,14 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=list(left_out))
 
 
+def pytest_collection():
+    """Collect no garbage while tests are collected: hardly any of it is garbage."""
+    gc.disable()
+
+
 def pytest_collection_finish():
     """Freeze the thousands of collected tests, so that the garbage collector does not scan them each time."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
