@@ -9,10 +9,6 @@ from support import loopback
 
 loopback.keep()  # before anything can ask for an address
 
-# Most programs of the tests run once, on a few numbers: compiling them takes longer than they do. Processes that tests
-# start inherit it.
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-
 import jax  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
