@@ -1,7 +1,9 @@
 """Eight virtual devices. Hypothesis: a quick run by default; HYPOTHESIS_PROFILE=thorough looks much longer."""
 
 import gc
+import itertools
 import os
+import re
 import signal
 import zlib
 
@@ -27,6 +29,16 @@ jax.config.update("jax_num_cpu_devices", 8)  # eight virtual devices, before any
 
 # A shell lets what it starts in the background ignore Ctrl-C, and so would every process that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def tmp_path(request, tmp_path_factory):
+    """A new directory. pytest's own fixture looks through the directories of all earlier tests for a free number."""
+    name = re.sub(r"\W", "_", request.node.name)[:30]
+    return tmp_path_factory.mktemp(f"{name}{next(_numbers)}", numbered=False)
 
 
 def pytest_collection_modifyitems(config, items):
