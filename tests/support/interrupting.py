@@ -264,8 +264,11 @@ def main(folder: str, name: str, stride: int, first: int) -> None:
         os.write(2, f"{number}: {name} at {site}\n".encode())
         calls.number = 2.0 * number + 1
         again = 1 + 3 * (number // 2) % 61 if number % 2 else 0
-        hook = Interrupts(site, again)
-        outcome = hook.during(call)
+        for _ in range(5):  # what threads do decides whether a call comes to some sites
+            hook = Interrupts(site, again)
+            outcome = hook.during(call)
+            if hook.sent:
+                break
         outcomes[outcome] += 1
         assert outcome == "interrupted" or not hook.sent, f"Ctrl-C was swallowed at {site}"
         assert not has_handlers() or any(is_closing(sent) for sent in hook.sent), site
@@ -277,7 +280,7 @@ def main(folder: str, name: str, stride: int, first: int) -> None:
             assert own() == before, (site, own(), before)
     faulthandler.cancel_dump_traceback_later()
     sys.stdout.write(f"{name}: {len(sites)} of {count} sites, {outcomes['interrupted']} raised\n")
-    assert outcomes["interrupted"] >= 0.9 * len(sites), outcomes  # a few lines run only now and then
+    assert outcomes["interrupted"] >= 0.9 * len(sites), outcomes  # a few lines run seldom
 
 
 if __name__ == "__main__":
