@@ -26,8 +26,9 @@ demo: $(VENV)/.installed
 # Leaves of every name become files of that name, which a locale without UTF-8 does not have. Tests start hundreds of
 # interpreters, which would compile eformer again each without bytecode.
 test suite test-site: export PYTHONUTF8 = 1
-# Programs of XLA run once, for a few numbers: most of their time is LLVM's, which optimises them. In `make faults` it does.
-test suite: export JAX_DISABLE_MOST_OPTIMIZATIONS = 1
+# Programs of XLA run once, on a few numbers, so optimising them takes longer than running them; `make faults` does it.
+# Level 0 would take even less time, but gives other random bits than the samples of tests/compat have.
+test suite: export XLA_FLAGS = --xla_backend_optimization_level=1
 test: $(VENV)/.dev
 	+$(MAKE) --no-print-directory -j2 suite check
 

@@ -1,7 +1,9 @@
 """Eight virtual devices. Hypothesis: a quick run by default; HYPOTHESIS_PROFILE=thorough looks much longer."""
 
 import gc
+import itertools
 import os
+import re
 import signal
 import zlib
 
@@ -29,6 +31,16 @@ jax.config.update("jax_num_cpu_devices", 8)  # eight virtual devices, before any
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def tmp_path(request, tmp_path_factory):
+    """A new directory. pytest's own fixture looks through the directories of all earlier tests for a free number."""
+    name = re.sub(r"\W", "_", request.node.name)[:30]
+    return tmp_path_factory.mktemp(f"{name}{next(_numbers)}", numbered=False)
+
+
 def pytest_collection_modifyitems(config, items):
     """Of a test with the mark `sample(n)` run every n-th case; which ones depends on its class. None of `thorough`.
 
@@ -48,8 +60,14 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=list(left_out))
 
 
+def pytest_collection():
+    """Collect no garbage while tests are collected: hardly any of it is garbage."""
+    gc.disable()
+
+
 def pytest_collection_finish():
     """Freeze the thousands of collected tests, so that the garbage collector does not scan them each time."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -18,7 +18,7 @@ COULD_NOT = "could not start: "
 QUICK = {"test_ministack.py", "test_unquoted.py"}
 
 # Of the contracts of a checkpoint, a run and the tools `make test` runs every so many tests on a server; in memory all.
-STRIDE = 40
+STRIDE = 100
 
 numbers = itertools.count()
 

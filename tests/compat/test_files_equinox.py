@@ -12,6 +12,13 @@ from eformer.errors import FormatError, MismatchError, StructureError
 from support.samples import FILES, write
 
 
+def read_by_equinox(name):
+    with (FILES / name).open("rb") as file:
+        if "line" in name:
+            file.readline()
+        return eqx.tree_deserialise_leaves(file, write.model())
+
+
 @pytest.mark.parametrize("name", ["equinox.eqx", "equinox_with_line.eqx"])
 def test_a_tree_of_equinox_is_filled_by_order(name):
     model = write.model()
@@ -20,13 +27,13 @@ def test_a_tree_of_equinox_is_filled_by_order(name):
     )
     blank = jax.tree.map(lambda leaf: jnp.zeros_like(leaf) if isinstance(leaf, jax.Array) else leaf, blank)
     loaded = checkpoint.load(FILES / name, like=blank)
-    assert eqx.tree_equal(loaded, model, typematch=True)
+    assert eqx.tree_equal(loaded, read_by_equinox(name), typematch=True)
 
 
 def test_a_shape_is_enough_for_equinox():
     like = write.model() | {"module": eqx.filter_eval_shape(lambda: write.model()["module"])}
     loaded = checkpoint.load(FILES / "equinox.eqx", like=like)
-    assert eqx.tree_equal(loaded["module"], write.model()["module"])
+    assert eqx.tree_equal(loaded["module"], read_by_equinox("equinox.eqx")["module"])
 
 
 def test_equinox_lists_arrays_by_number_and_keeps_the_line_before_them():

@@ -175,7 +175,7 @@ TREES = {
     "dataclasses of derived data": [Doubled(one(), 3), Negated(one(), 3)],
     "flax.struct": [Struct(one(), "note"), Struct({"w": one()}, (1, 2j), None, rest=[])],
     "static dtypes": [Struct(1, jnp.bfloat16), Struct(1, np.float32)],
-    "equinox": Module(one(), "n", [Module({}, (1, None), None), eqx.nn.Linear(2, 2, key=jax.random.key(0))]),
+    "equinox": Module(one(), "n", [Module({}, (1, None), None), eqx.nn.LayerNorm(2)]),
     "a FrozenDict": flax.core.FrozenDict(a=one(), b={"c": 1}),
     "a class without keys": [Pair(one(), {"q": 1}, "tag"), Pair((), Pair(1, None, 2), None)],
     "a class with keys": Keyed({"left": 1, "a.b": one(), "right": {"x.y": 2}}),

@@ -80,11 +80,11 @@ class Prefixes(Contract):
         assert checkpoint.verify(path).ok
 
     def test_a_reader_always_sees_one_whole_checkpoint(self, path):
-        save({f"w{i}": np.full(1000, 0) for i in range(20)}, path)
+        save({f"w{i}": np.full(1000, 0) for i in range(6)}, path)
 
         def write():
-            for n in range(1, 9):
-                save({f"w{i}": np.full(1000, n) for i in range(20)}, path)
+            for n in range(1, 7):
+                save({f"w{i}": np.full(1000, n) for i in range(6)}, path)
 
         with ThreadPoolExecutor(1) as pool:
             writer, seen = pool.submit(write), []

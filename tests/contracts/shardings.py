@@ -244,7 +244,7 @@ class Shardings(Contract):
         rules = [("kernel", P("x")), ("bias", P()), ("step", P()), ("kernal", P("x")), ("^bia$", P())]
         load(path, mesh=meshes()[0], rules=rules, keys="kernel")
         assert [record.getMessage() for record in caplog.records] == [
-            "rules= that match no leaf: 'kernal'; '^bia$'; they are searched for in names such as 'kernel'"
+            "rules= that match no leaf: 'kernal'; '^bia$'; they are searched for in names such as 'bias'"
         ]
 
     def test_one_sharding_for_all(self, path):

@@ -28,8 +28,9 @@ def place():
         yield Path(folder)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def forks():
+    """One server for all tests that kill saves, which run in one worker."""
     forks = Forks()
     yield forks
     forks.close()

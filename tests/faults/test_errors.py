@@ -7,7 +7,7 @@ import pytest
 
 from support.faults import NEW, NOTHING, OLD, Scene, coarse, failures, noted
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(5)
 
 FAULTS = pytest.mark.parametrize(
     ("code", "lasting"),

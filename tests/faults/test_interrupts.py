@@ -4,16 +4,13 @@ EFORMER_INTERRUPTS says how many lines apart: 151, or 4 by `make faults`. With 1
 """
 
 import os
-import subprocess
-import sys
 import zlib
-from pathlib import Path
 
 import pytest
 
+from support import forkserver, interrupting
 from support.interrupting import PATIENCE, Calls
 
-TESTS = Path(__file__).parent.parent
 IS_THOROUGH = os.environ.get("EFORMER_SAMPLE") == "1" or os.environ.get("EFORMER_FAULTS_STRIDE") == "1"
 STRIDE = int(os.environ.get("EFORMER_INTERRUPTS", "4" if IS_THOROUGH else "151"))
 CALLS = [
@@ -26,19 +23,6 @@ CALLS = [
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupted_call_gives_everything_back(place, name):
     first = zlib.crc32(name.encode()) % STRIDE
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "support.interrupting",
-        str(place),
-        name,
-        str(STRIDE),
-        str(first),
-    ]
-    told = subprocess.run(
-        command, cwd=TESTS, capture_output=True, text=True, timeout=30 * PATIENCE, check=False
-    )
+    told = forkserver.run(interrupting.main, str(place), name, STRIDE, first, limit=30 * PATIENCE)
     assert told.returncode == 0, told.stdout + told.stderr[-5000:]
     assert f"{name}: " in told.stdout

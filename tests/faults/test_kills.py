@@ -6,7 +6,7 @@ import pytest
 
 from support.faults import LAYOUTS, NEW, NOTHING, OLD, STRIDE, Scene, calls_of, coarse, noted
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = [pytest.mark.xdist_group("kills"), pytest.mark.sample(3)]
 
 MOMENTS = pytest.mark.parametrize("moment", ["before", "after"])
 

@@ -6,7 +6,7 @@ from support.faults import NEW, NEXT, OLD, STRIDE, Scene, noted
 from support.run_faults import RUNS
 from support.trees import assert_same
 
-pytestmark = pytest.mark.sample(2)
+pytestmark = [pytest.mark.xdist_group("kills"), pytest.mark.sample(2)]
 
 MOMENTS = pytest.mark.parametrize("moment", ["before", "after"])
 

@@ -29,7 +29,7 @@ def of_reader(directory: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("path", of_reader(CORPUS), ids=lambda path: f"{path.parent.name}-{path.stem}")
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 def test_the_corpus_is_read_by_every_door(fuzzer, path):
     reader = READERS[path.parent.name]
     case = Case.unpacked(path.read_bytes())

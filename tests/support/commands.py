@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import subprocess
 import sys
 import tempfile
@@ -44,17 +43,6 @@ def run_forked(command: list[str]) -> subprocess.CompletedProcess[str]:
         assert process.exitcode is not None, f"{command} takes longer than five minutes"
         with open(outputs[0], encoding="utf-8") as out, open(outputs[1], encoding="utf-8") as err:
             return subprocess.CompletedProcess(command, process.exitcode, out.read(), err.read())
-
-
-def on_terminal(*arguments: Any, columns: int = 80) -> tuple[str, int]:
-    """Run the command on a terminal of that width; return its output and its exit code."""
-    master, slave = pty.openpty()
-    environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm-256color"}
-    process = subprocess.Popen(
-        [EFORMER, *map(str, arguments)], stdout=slave, stderr=slave, stdin=slave, env=environment
-    )
-    os.close(slave)
-    return all_of(master), process.wait(60)
 
 
 def all_of(terminal: int) -> str:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
@@ -83,7 +84,8 @@ def ended(process: int) -> bool:
     return False
 
 
-def main(folder: str, forks: int) -> int:
+def main(folder: str, forks: int) -> NoReturn:
+    """Fork so often, and end this process with the status: its threads are in the middle of something."""
     # Else a backend of JAX would start, and those do not survive a fork.
     hosts.current = lambda *_, **__: hosts.Hosts()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -104,9 +106,8 @@ def main(folder: str, forks: int) -> int:
         if number % 1000 == 999:
             tell(f"{number + 1} forks, {bad} bad")
     tell(f"{forks} forks, {bad} bad, errors in the parent: {errors}")
-    return 1 if bad or errors else 0
+    os._exit(1 if bad or errors else 0)
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1], int(sys.argv[2]))
-    os._exit(status)  # the threads are in the middle of something
+    main(sys.argv[1], int(sys.argv[2]))

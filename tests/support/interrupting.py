@@ -2,7 +2,7 @@
 
     python -W ignore -m support.interrupting FOLDER CALL STRIDE FIRST
 
-A trace hook sends a real SIGINT at the first visit of a line or function, of eformer or of the modules of Python that
+Tests call `main` in a process of its own. A trace hook sends a real SIGINT at the first visit of a line or function, of eformer or of the modules of Python that
 wait and lock. STRIDE and FIRST choose among these sites. Every other site gets a second SIGINT a few events later. A
 call that hangs tells where it stands and ends the program.
 """
@@ -244,6 +244,7 @@ def own() -> tuple[list[str], list[str]]:
 
 
 def main(folder: str, name: str, stride: int, first: int) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     calls = Calls(Path(folder, "checkpoint"))
     call = getattr(calls, name)
     for module in ("verify", "follow"):
@@ -263,8 +264,11 @@ def main(folder: str, name: str, stride: int, first: int) -> None:
         os.write(2, f"{number}: {name} at {site}\n".encode())
         calls.number = 2.0 * number + 1
         again = 1 + 3 * (number // 2) % 61 if number % 2 else 0
-        hook = Interrupts(site, again)
-        outcome = hook.during(call)
+        for _ in range(5):  # what threads do decides whether a call comes to some sites
+            hook = Interrupts(site, again)
+            outcome = hook.during(call)
+            if hook.sent:
+                break
         outcomes[outcome] += 1
         assert outcome == "interrupted" or not hook.sent, f"Ctrl-C was swallowed at {site}"
         assert not has_handlers() or any(is_closing(sent) for sent in hook.sent), site
@@ -276,9 +280,8 @@ def main(folder: str, name: str, stride: int, first: int) -> None:
             assert own() == before, (site, own(), before)
     faulthandler.cancel_dump_traceback_later()
     sys.stdout.write(f"{name}: {len(sites)} of {count} sites, {outcomes['interrupted']} raised\n")
-    assert outcomes["interrupted"] >= 0.9 * len(sites), outcomes  # a few lines run only now and then
+    assert outcomes["interrupted"] >= 0.9 * len(sites), outcomes  # a few lines run seldom
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -9,7 +9,7 @@ import pytest
 from eformer._engine.loading import device_put
 from support.trees import assert_same
 
-pytestmark = pytest.mark.sample(2)
+pytestmark = pytest.mark.sample(3)
 
 
 @pytest.fixture(params=["underneath", "device_put", "gone"])

@@ -25,7 +25,7 @@ from support.damage import flip
 from support.hosts import Crew, save_together
 from support.trees import assert_same
 
-pytestmark = pytest.mark.sample(2)
+pytestmark = pytest.mark.sample(3)
 
 
 @pytest.fixture
