@@ -115,8 +115,10 @@ def damage(kind: str, args: argparse.Namespace) -> int:
     import jax
 
     from eformer._engine.loading.pinned_stream import before_transfer
+    from eformer._engine.trees import device_digests
     from eformer.checkpoint import load, save
 
+    device_digests.ENABLED = True
     tree, path, said = trees_of(SHAPES[kind], 1e9), args.dir / "damaged", Said()
     save(tree, path)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)

@@ -14,6 +14,7 @@ from eformer._engine.loading import device_check, fetch, pinned_stream, placemen
 from eformer._engine.loading.pinned_stream import before_transfer
 from eformer._engine.record.xxh3 import SHORTEST
 from eformer._engine.saving import commit
+from eformer._engine.trees import device_digests
 from eformer._engine.trees.device_digests import Digester
 from eformer.checkpoint import load, save
 from eformer.errors import CorruptionError, TransferError
@@ -30,6 +31,7 @@ def accelerators(monkeypatch):
     def first(sharding):
         return jax.devices()[0] if sharding is None else next(iter(sharding.addressable_devices))
 
+    monkeypatch.setattr(device_digests, "ENABLED", True)
     monkeypatch.setattr(commit, "PIECE_BYTES", PIECE)
     monkeypatch.setattr(pinned_stream, "_SLOT_BYTES", SLOT)
     monkeypatch.setattr(pinned_stream, "_WORTH_IT", 0)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from eformer._engine.saving import commit, source_digests, staging
-from eformer._engine.trees import devices
+from eformer._engine.trees import device_digests, devices
 from eformer.checkpoint import load, save, save_async, verify
 from eformer.errors import NotFoundError, TransferError
 from support.trees import assert_same
@@ -18,6 +18,7 @@ PIECE, TOGETHER = 2**14, 2**17
 @pytest.fixture
 def accelerators(monkeypatch):
     """CPUs count as accelerators, whose arrays are copied to the host."""
+    monkeypatch.setattr(device_digests, "ENABLED", True)
     monkeypatch.setattr(devices, "has_accelerator", lambda: True)
     monkeypatch.setattr(source_digests, "is_accelerator", lambda device: True)
     monkeypatch.setattr("eformer._engine.saving.snapshot._Reader.look_at", _on_device)

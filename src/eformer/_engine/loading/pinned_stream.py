@@ -38,6 +38,7 @@ from eformer._engine.loading.slot_split import Sent, Split, splits_of
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.tasks.pool import run_all
 from eformer._engine.tasks.progress import SILENT, Meter
+from eformer._engine.trees import device_digests
 from eformer._engine.trees.devices import page_locked, takes_host_memory
 
 if TYPE_CHECKING:
@@ -112,7 +113,8 @@ def stream(
     with ExitStack() as stack:
         reading = Reading(found, tree, verify=verify, meter=meter)
         stack.callback(reading.files.close)
-        stream = _Stream(targets, tree, stack, DeviceCheck(tree, _SLOT_BYTES) if verify else None)
+        check = DeviceCheck(tree, _SLOT_BYTES) if verify and device_digests.ENABLED else None
+        stream = _Stream(targets, tree, stack, check)
         threads = max(2, threads * 7 // 8)  # the other cores are for the transfers
         run_all(stream.tasks(reading), threads, stream.give_up)
         require_unchanged(tree, reading.files)

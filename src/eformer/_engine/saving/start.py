@@ -25,7 +25,7 @@ from eformer._engine.tasks.deadline import within
 from eformer._engine.tasks.interrupts import held_back
 from eformer._engine.tasks.pool import gc_paused
 from eformer._engine.tasks.turns import turns
-from eformer._engine.trees import devices
+from eformer._engine.trees import device_digests, devices
 from eformer._engine.trees.flatten import flatten
 from eformer._version import __version__
 from eformer.errors import NotFoundError
@@ -186,7 +186,7 @@ def start(
             before,
             has_index=write_index,
             overwrite=overwrite,
-            at_source=SourceDigests if devices.has_accelerator() else None,
+            at_source=SourceDigests if device_digests.ENABLED and devices.has_accelerator() else None,
         )
 
 

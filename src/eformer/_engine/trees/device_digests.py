@@ -45,6 +45,10 @@ _lax: Any = jax.lax  # without types
 _jit: Any = jax.jit  # without types
 _described: Any = jax.ShapeDtypeStruct  # without types
 
+# Whether loads and saves use these programs. They were tried on CPUs that stand in for accelerators, not yet on one:
+# `bench/gpu.py --only shapes race` measures them.
+ENABLED = False
+
 PIECES = 64  # digested by one call of the program
 _UNROLL = 32  # blocks of a step: fewer make the program slower, more take longer to compile
 _MANY = 8  # steps at least, below which a program is not unrolled
