@@ -245,6 +245,7 @@ def own() -> tuple[list[str], list[str]]:
 
 def main(folder: str, name: str, stride: int, first: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    has_handlers()  # puts back SIGHUP, which nohup ignores
     calls = Calls(Path(folder, "checkpoint"))
     call = getattr(calls, name)
     for module in ("verify", "follow"):
