@@ -20,7 +20,7 @@ from eformer._engine.record.owners import files_with
 from eformer._engine.record.signature import signed_files
 from eformer._engine.record.values import parse_json
 from eformer._engine.record.zarray import parse_zarray
-from eformer._engine.runs.steps import Scores
+from eformer._engine.formats.run_steps import Scores
 from eformer._engine.stores.journal import Journal
 from eformer._engine.stores.keys import public_key
 from eformer._engine.trees.unflatten import unflatten

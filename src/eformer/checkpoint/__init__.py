@@ -40,7 +40,7 @@ _NAMES = {
     "runs.follow": "follow score",
     "runs.resume": "Resumed",
     "runs.run": "Run",
-    "runs.steps": "Step latest steps",
+    "formats.run_steps": "Step best latest steps",
     "saving.pending": "Pending wait",
     "saving.start": "save save_async",
     "stores.store_options": "store_options",
@@ -57,6 +57,9 @@ _NAMES = {
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if TYPE_CHECKING:
+    from eformer._engine.formats.run_steps import Step as Step
+    from eformer._engine.formats.run_steps import latest as latest
+    from eformer._engine.formats.run_steps import steps as steps
     from eformer._engine.loading.load import load as load
     from eformer._engine.loading.preview import Placement as Placement
     from eformer._engine.loading.preview import abstract as abstract
@@ -73,9 +76,6 @@ if TYPE_CHECKING:
     from eformer._engine.runs.follow import score as score
     from eformer._engine.runs.resume import Resumed as Resumed
     from eformer._engine.runs.run import Run as Run
-    from eformer._engine.runs.steps import Step as Step
-    from eformer._engine.runs.steps import latest as latest
-    from eformer._engine.runs.steps import steps as steps
     from eformer._engine.saving.pending import Pending as Pending
     from eformer._engine.saving.pending import wait as wait
     from eformer._engine.saving.start import save as save

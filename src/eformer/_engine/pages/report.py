@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from eformer._engine.formats.run_steps import path_of_step
 from eformer._engine.formats.steps import is_run
 from eformer._engine.pages.changes import LeafChange, overview, recorded_change
 from eformer._engine.pages.contents import page_contents
@@ -17,7 +18,6 @@ from eformer._engine.pages.reading import Measured, measure
 from eformer._engine.pages.timeline import alarms, run_facts
 from eformer._engine.record.policies import keep_from
 from eformer._engine.record.text import count, few
-from eformer._engine.runs.steps import path_of_step
 from eformer._engine.stores.durable import replacing
 from eformer._engine.stores.locate import store_at
 from eformer._engine.stores.urls import local_path

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
+from eformer._engine.formats.run_steps import RUN_METADATA
 from eformer._engine.record.policies import metric_from
 from eformer._engine.record.values import MALFORMED_JSON, is_recorded, value_from_json, value_to_json
-from eformer._engine.runs.steps import RUN_METADATA
 from eformer._engine.saving.snapshot import metadata_to_json
 from eformer._engine.tasks.interrupts import called
 from eformer.errors import FormatError, LeafError, StructureError

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import jax
 
+from eformer._engine.formats.run_steps import Rules, Step, path_to_step, steps_if_there
 from eformer._engine.formats.steps import checked_number, last_step_in, name_to_save
 from eformer._engine.loading.load import LoadArguments, log_differences, request_from
 from eformer._engine.record.options import LoadOptions, SaveOptions, options_from
@@ -26,7 +27,6 @@ from eformer._engine.runs.near import NearTier
 from eformer._engine.runs.resume import Job, Resumed, reasons_to_put_aside, rule_of_best
 from eformer._engine.runs.retention import remove_others, steady_clock
 from eformer._engine.runs.signals import Signals
-from eformer._engine.runs.steps import Rules, Step, path_to_step, steps_if_there
 from eformer._engine.runs.writer import Writer
 from eformer._engine.saving.pending import Pending, run_in_background, wait_for_saves_below
 from eformer._engine.saving.start import start

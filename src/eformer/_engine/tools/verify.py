@@ -16,12 +16,12 @@ from eformer._engine.formats.find import (
 )
 from eformer._engine.formats.others.orbax import inside_run
 from eformer._engine.formats.process_records import unreadable
+from eformer._engine.formats.run_steps import path_of_step, steps
 from eformer._engine.formats.steps import is_of_orbax, is_run, steps_in
 from eformer._engine.loading.fetch import check_pieces
 from eformer._engine.loading.read_plan import Want
 from eformer._engine.record.digests import xxh3_128
 from eformer._engine.record.text import count, few, glance, size
-from eformer._engine.runs.steps import path_of_step, steps
 from eformer._engine.stores.cache import caching
 from eformer._engine.stores.keys import public_key
 from eformer._engine.stores.local import on_disk
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from eformer._engine.formats.found import Found
+    from eformer._engine.formats.run_steps import Step
     from eformer._engine.record.manifest import TreeEntry
-    from eformer._engine.runs.steps import Step
     from eformer._engine.stores.base import Files
     from eformer._engine.stores.keys import Key, PublicKey
     from eformer._engine.stores.signed import SignedStore
