@@ -115,14 +115,19 @@ class AgreedSteps(msgspec.Struct):
         """Return the steps after step `number`, without the skipped steps."""
         return [step.number for step in self.steps if step.number > number and step.number not in skipped]
 
-    def refuse_after(self, number: int, path: str, skipped: Mapping[int, str]) -> None:
-        """Raise ValueError if the run has steps after step `number`."""
-        if newer := self.after(number, skipped):
-            damaged = "".join(f", and step {n} is damaged: {why}" for n, why in skipped.items())
-            raise ValueError(
-                f"{path} has the steps {newer} after {number}{damaged}; pass rewind=True to put them aside, or resume "
-                "from the newest"
-            )
+    def refuse_after(self, number: int, step: int | str, path: str, skipped: Mapping[int, str]) -> None:
+        """Raise ValueError if the run has steps after step `number`, which `step` asks for."""
+        if not (newer := self.after(number, skipped)):
+            return
+        chosen = f"the best step is {number}" if step == "best" else f"step {number} is not the newest"
+        damaged = "".join(f", and step {n} is damaged: {why}" for n, why in skipped.items())
+        names = few([one.name for one in steps_if_there(path) if one.number in newer])
+        aside = f": {names}" if names else ", all of them near steps"
+        raise ValueError(
+            f"{path}: {chosen}, and {count(len(set(newer)), 'newer step')} would be put aside{aside}{damaged}. "
+            f"resume(step={step!r}, rewind=True) puts them aside and goes on from step {number}; resume() goes on from "
+            f"the newest step. To keep them, load step {number}, and save to a run in another directory"
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -197,10 +197,10 @@ class Run:
             return None
         candidates = agreed.to_try(step, rule, self.path)
         if not rewind:
-            agreed.refuse_after(candidates[0].number, self.path, {})
+            agreed.refuse_after(candidates[0].number, step, self.path, {})
         chosen, loaded, skipped = self._job.load_first(candidates, request, fallback=fallback)
         if not rewind:
-            agreed.refuse_after(chosen.number, self.path, skipped)
+            agreed.refuse_after(chosen.number, step, self.path, skipped)
         # Before anything is put aside: the iterator may refuse the position.
         self._job.set_position(data, chosen, loaded.entry.metadata)
         self._go_on(chosen.number, agreed, skipped)

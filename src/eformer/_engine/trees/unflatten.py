@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from eformer._engine.record.names import MAX_DEPTH, steps_to, unescape, with_nearest
+from eformer._engine.record.names import MAX_DEPTH, split_name, steps_to, unescape, with_nearest
 from eformer._engine.record.values import value_from_json
 from eformer._engine.trees.flatten import FACTORIES, flatten
 from eformer._engine.trees.modules import with_leaves
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from eformer._engine.record.names import Place
 
 
-def unflatten(structure: Any, leaves: Mapping[str, Any]) -> Any:
-    """Rebuild the tree that `flatten` was given. Only classes that `resolve_class` allows are built."""
+def unflatten(structure: Any, leaves: Mapping[str, Any], *, plain: bool = False) -> Any:
+    """Rebuild the tree that `flatten` was given. Only classes that `resolve_class` allows are built. With `plain`, a
+    dict of its children is put in the place of an object that cannot be built."""
     containers, names = _containers(structure)
     _require_same_names(names, leaves)
 
@@ -36,7 +37,7 @@ def unflatten(structure: Any, leaves: Mapping[str, Any]) -> Any:
             leaves[child] if type(child) is str else None if child is None else built.pop()
             for child in container.children
         ]
-        built.append(_build(container, children))
+        built.append(_build(container, children, plain=plain))
     return leaves[structure] if isinstance(structure, str) else built.pop() if built else None
 
 
@@ -110,14 +111,38 @@ def _containers(structure: Any) -> tuple[list[_Container], list[str]]:
     return containers, names
 
 
-def _build(container: _Container, children: list[Any]) -> Any:
+def _build(container: _Container, children: list[Any], *, plain: bool) -> Any:
+    is_object = "children" in container.document
     try:
         return container.kind.build(container.document, children)
-    except StructureError as error:
-        raise StructureError(f"{_at(container.place)}{error}") from error
     except Exception as error:  # a class's own unflatten function may raise anything
+        if is_object and plain:
+            return _plain(container, children)
         shown = reprlib.repr(container.document)
-        raise StructureError(f"{_at(container.place)}cannot rebuild {shown}: {error!r}") from error
+        why = error if isinstance(error, StructureError) else f"cannot rebuild {shown}: {error!r}"
+        hint = "; or pass plain=True for nested dicts" if is_object else ""
+        raise StructureError(f"{_at(container.place)}{why}{hint}") from error
+
+
+def _plain(container: _Container, children: list[Any]) -> dict[str, Any]:
+    """Return the children of an object by their names: of its fields, or of the leaves below them."""
+    steps = [step for step, _ in container.kind.children(container.document)]
+    if isinstance(container.document["children"], list):
+        parts = [_part_in_names(child) for child in container.children]
+        steps = parts if all(parts) and len(set(parts)) == len(parts) else list(map(str, steps))
+    return dict(zip(steps, children, strict=True))
+
+
+def _part_in_names(child: Any) -> str:
+    """Return the part that names of leaves have for the child of an object; "" if no leaf is below it."""
+    if isinstance(child, str):
+        return unescape(split_name(child)[-1])
+    for container in _containers(child)[0]:
+        if (leaf := next((one for one in container.children if type(one) is str), None)) is not None:
+            parts = split_name(leaf)
+            levels = len(steps_to(container.place)) + 2
+            return unescape(parts[-levels]) if levels <= len(parts) else ""
+    return ""
 
 
 def _at(place: Place) -> str:
