@@ -3,7 +3,7 @@
 save, save_async         save a tree, with SaveOptions; save_async returns a Pending
 wait                     wait for every save_async of this process
 Run                      save the steps of a training run by rule (Every, Keep, Near), and resume it (Resumed, Step)
-steps, latest            list the steps of a run; the path of the newest one
+steps, latest, best      list the steps of a run; the path of the newest one, of the best one by a metric
 follow, score            look at a run from another job: wait for its steps, add metrics to them
 load                     load a tree onto any mesh, with LoadOptions; with return_report, return a LoadReport, too
 abstract                 give the shapes and dtypes of a saved tree, in its structure
@@ -58,6 +58,7 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names.spli
 
 if TYPE_CHECKING:
     from eformer._engine.formats.run_steps import Step as Step
+    from eformer._engine.formats.run_steps import best as best
     from eformer._engine.formats.run_steps import latest as latest
     from eformer._engine.formats.run_steps import steps as steps
     from eformer._engine.loading.load import load as load

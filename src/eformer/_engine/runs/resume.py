@@ -120,13 +120,15 @@ class AgreedSteps(msgspec.Struct):
         if not (newer := self.after(number, skipped)):
             return
         chosen = f"the best step is {number}" if step == "best" else f"step {number} is not the newest"
-        damaged = "".join(f", and step {n} is damaged: {why}" for n, why in skipped.items())
-        names = few([one.name for one in steps_if_there(path) if one.number in newer])
-        aside = f": {names}" if names else ", all of them near steps"
+        far = [one.name for one in steps_if_there(path) if one.number in newer]
+        near = sorted({str(n) for n in newer} - {str(n) for n in self.far})
+        losses = [f"{count(len(far), 'newer step')} would be put aside ({few(far)})"] if far else []
+        losses += [f"{count(len(near), 'newer near step')} would be removed ({few(near)})"] if near else []
+        damaged = "".join(f". Step {n} is damaged: {why}" for n, why in skipped.items())
         raise ValueError(
-            f"{path}: {chosen}, and {count(len(set(newer)), 'newer step')} would be put aside{aside}{damaged}. "
-            f"resume(step={step!r}, rewind=True) puts them aside and goes on from step {number}; resume() goes on from "
-            f"the newest step. To keep them, load step {number}, and save to a run in another directory"
+            f"{path}: {chosen}, and {' and '.join(losses)}{damaged}. resume(step={step!r}, rewind=True) does that and "
+            f"goes on from step {number}; resume() goes on from the newest step. To keep all, load step {number}, and "
+            "save to a run in another directory"
         )
 
 

@@ -117,7 +117,7 @@ class ConvertedTree:
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class LeafChoice:
     """The leaves to convert: below `root`, renamed by `rules`, and then those that `keys` name; None for all."""
 
     root: str | None = None
@@ -125,17 +125,17 @@ class Selection:
     keys: Sequence[str] | None = None
 
 
-def plan_tree(view: View, selection: Selection, dtype: Any, target: TargetFormat) -> ConvertedTree:
+def plan_tree(view: View, choice: LeafChoice, dtype: Any, target: TargetFormat) -> ConvertedTree:
     """Plan the conversion of one tree: names, dtypes, structure, and notes on losses in the target format."""
     tree = view.tree
     cast = None if dtype is None else floating_dtype(dtype)
     arrays = {name: StoredLeaf(view, name, entry) for name, entry in tree.leaves.items()}
     values = tree.raw_values
-    if selection == Selection():
+    if choice == LeafChoice():
         sources = [_source(name, array, cast) for name, array in arrays.items()]
         converted = ConvertedTree(view, sources, values, parse_structure(tree.structure))
     else:
-        converted = _select(view, arrays, selection, cast)
+        converted = _select(view, arrays, choice, cast)
     if isinstance(converted.structure, dict) and UNREADABLE in converted.structure:
         converted.structure, _ = nested_dicts({name: split_name(name) for name in [*arrays, *values]})
         converted.notes.append("the structure cannot be read; the result is nested dicts by the names")
@@ -148,22 +148,22 @@ def plan_tree(view: View, selection: Selection, dtype: Any, target: TargetFormat
 
 
 def _select(
-    view: View, arrays: Mapping[str, LazyArray], selection: Selection, cast: str | None
+    view: View, arrays: Mapping[str, LazyArray], choice: LeafChoice, cast: str | None
 ) -> ConvertedTree:
     """Plan the conversion of some leaves, or of all under other names, to nested dicts by their names."""
-    raw, root = view.tree.raw_values, selection.root
+    raw, root = view.tree.raw_values, choice.root
     names = {name: name for name in (*arrays, *raw)} if root is None else names_below([*arrays, *raw], root)
     if not names and root is not None:
         refuse_root([*arrays, *raw], root)
     below = {names[name]: array for name, array in arrays.items() if name in names}
     values = {names[name]: value for name, value in raw.items() if name in names}
-    renamed = apply(selection.rules or [], below, list(values))
-    if selection.keys is not None:
-        _keep_only(renamed, selection.keys)
+    renamed = apply(choice.rules or [], below, list(values))
+    if choice.keys is not None:
+        _keep_only(renamed, choice.keys)
     converted = _rename_tree(view, renamed, values, cast)
     whole = {new: old for old, new in names.items()}
     converted.old_names = {new: whole[old] for new, old in converted.old_names.items()}
-    converted.kept = [] if selection.rules is None else converted.kept
+    converted.kept = [] if choice.rules is None else converted.kept
     return converted
 
 

@@ -42,7 +42,7 @@ from eformer._engine.tools.adapter import plan_adapter
 from eformer._engine.tools.conversion import (
     Conversion,
     ConvertedTree,
-    Selection,
+    LeafChoice,
     TargetFormat,
     plan_tree,
     summarize,
@@ -142,8 +142,8 @@ def convert(
                 f"{os.fspath(source)}: {number} would be lost, which may hold leaves: {few(left_out)}. Pass "
                 "allow_missing=True to convert the rest"
             )
-        selection = Selection(root, rules, names)
-        trees = {name: plan_tree(view, selection, dtype, target) for name, view in views.items()}
+        choice = LeafChoice(root, rules, names)
+        trees = {name: plan_tree(view, choice, dtype, target) for name, view in views.items()}
         if dequant is None:
             _require_numbers(found, trees.values())
         _check(trees, target, place.name, max_shard_bytes)
