@@ -51,6 +51,8 @@ autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 # signatures stay readable: types are in the lists of arguments (docstrings.py)
 autodoc_typehints = "none"
+# which is not installed here
+autodoc_mock_imports = ["keras"]
 # types of other packages, which are on no page here
 nitpick_ignore_regex = [("py:class", r"(?!eformer\.).*")]
 

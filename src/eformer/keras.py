@@ -98,7 +98,7 @@ class RunCallback(Callback):  # type: ignore[misc]  # without types
         step, self._resumed = self._step, None
         self._position.begin(epoch + 1)
         self._before_epoch = step
-        save = {"data": self._position, "metrics": _numbers(logs)}
+        save: dict[str, Any] = {"data": self._position, "metrics": _numbers(logs)}
         if self.run.should_stop():
             self.run.after(step, self._state, **save)
             self.model.stop_training |= self.run.stopping

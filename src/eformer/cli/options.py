@@ -27,8 +27,10 @@ class _Step(click.ParamType):  # type: ignore[type-arg]  # it is not generic in 
     name = "step"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        if value == "best" or isinstance(value, int):
+        if isinstance(value, int):
             return value
+        if value == "best":
+            return "best"
         if not value.isdecimal():
             self.fail(f"{value!r} is neither the number of a step nor 'best'", param, ctx)
         return int(value)

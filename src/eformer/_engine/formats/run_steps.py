@@ -243,7 +243,7 @@ def path_to_step(path: str, number: int) -> str:
     return store.path_to(name_of_step(store, number))
 
 
-def path_of_step(path: str | os.PathLike[str], step: StepChoice) -> str | os.PathLike[str]:
+def path_of_step(path: str | os.PathLike[str], step: int | str | None) -> str | os.PathLike[str]:
     """Return the path of a step of the run at `path`: of its number, or of "best" by the rule that the run records;
     `path` itself for None. Wait for a save of this process to the step of that number in the background."""
     if step is None:

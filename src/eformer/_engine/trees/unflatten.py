@@ -1,6 +1,6 @@
 """Rebuild a tree from its leaves by name and its structure, given as JSON or as a tree like it.
 
-Tests: tests/engine/trees/test_flatten.py, tests/compat/test_original_structure.py.
+Tests: tests/engine/trees/test_flatten.py, tests/engine/trees/test_plain.py, tests/compat/test_original_structure.py.
 """
 
 from __future__ import annotations
