@@ -606,7 +606,7 @@ def test_hundreds_of_shards_need_few_descriptors(tmp_path):
 
 def test_a_subtree_and_some_of_its_leaves_are_converted(tmp_path):
     tree = {
-        "params": {"enc": {"w": np.ones(2), "b": np.zeros(1)}, "dec": np.ones(3), "n": 3},
+        "params": {"enc": {"b": np.zeros(1), "w": np.ones(2)}, "dec": np.ones(3), "n": 3},
         "opt": np.ones(9),
     }
     save(tree, tmp_path / "x")
