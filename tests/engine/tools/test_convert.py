@@ -1,5 +1,6 @@
 """Convert checkpoints to other formats and names, in bounded memory."""
 
+import collections
 import os
 import signal
 import subprocess
@@ -616,6 +617,17 @@ def test_a_subtree_and_some_of_its_leaves_are_converted(tmp_path):
     convert(tmp_path / "x", tmp_path / "z", to="zarr", root="params", rename={"enc": "e"}, keys="*.w")
     assert_same(load(tmp_path / "z"), {"enc": {"w": np.ones(2)}})
     assert not convert(tmp_path / "x", tmp_path / "v", to="msgpack", keys="opt", dry_run=True).kept
+
+
+def test_a_subtree_keeps_its_structure(tmp_path):
+    inner = [{1: np.ones(1), 2: (np.ones(2), None, 3)}, collections.OrderedDict(x=np.ones(3), y=4)]
+    save({"params": {"layers": inner}, "a": {"b": np.ones(5)}}, tmp_path / "x")
+    convert(tmp_path / "x", tmp_path / "y", to="safetensors", root="params.layers")
+    assert_same(load(tmp_path / "y"), inner)
+    convert(tmp_path / "x", tmp_path / "z", to="zarr", root="params.layers.0.2")
+    assert_same(load(tmp_path / "z"), load(tmp_path / "x", root="params.layers.0.2"))
+    convert(tmp_path / "x", tmp_path / "v.safetensors", root="a.b")
+    assert_same(load(tmp_path / "v.safetensors"), np.ones(5))
 
 
 def test_names_that_find_nothing_are_errors_before_anything_is_written(tmp_path):

@@ -11,11 +11,12 @@ import msgspec
 from eformer._engine.formats.nested_names import nested_spelled
 from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.manifest import UNREADABLE, LeafEntry, parse_structure
-from eformer._engine.record.names import names_below, readable, resolve, split_name
+from eformer._engine.record.names import names_below, readable, resolve
 from eformer._engine.record.rename import apply, refuse_transformed_keys
+from eformer._engine.record.structure import part_below
 from eformer._engine.record.text import few
 from eformer._engine.record.values import LeftToCode
-from eformer._engine.trees.unflatten import leaves_of, part_of, unflatten
+from eformer._engine.trees.unflatten import unflatten
 from eformer.errors import MismatchError, StructureError
 
 if TYPE_CHECKING:
@@ -125,23 +126,11 @@ def below(contents: Contents, root: str) -> Contents | None:
     found = names_below(contents.names, root)
     if not found:
         return None
-    part = _part(contents.structure, root, found)
+    part = part_below(contents.structure, root, found)
     if part is None:  # a flat dict, in which only the names read as if they lay below a node
         return _in_dicts(contents, found)
     stored = {new: old for old, new in found.items()}
-    return replace(_under(contents, found), raw_structure=msgspec.json.encode(part), stored_names=stored)
-
-
-def _part(structure: Any, root: str, names: Mapping[str, str]) -> Any:
-    """Return the subtree of the structure at the root; None if the structure has no such node."""
-    one = next(iter(names))
-    parts = split_name(one)
-    starts = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
-    depth = next((n for n, name in enumerate(starts, 1) if root in (name, readable(name))), 0)
-    if not depth or UNREADABLE in structure:
-        return None
-    part = part_of(structure, one, depth)
-    return part if set(leaves_of(part)) == names.keys() else None
+    return replace(_under(contents, found), raw_structure=msgspec.json.encode(part[0]), stored_names=stored)
 
 
 def _under(contents: Contents, names: Mapping[str, str]) -> Contents:

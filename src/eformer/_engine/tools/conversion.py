@@ -17,13 +17,14 @@ from eformer._engine.record.manifest import UNREADABLE, parse_structure
 from eformer._engine.record.names import join_name, names_below, refuse_root, resolve, split_name
 from eformer._engine.record.planned import Source
 from eformer._engine.record.rename import Renamed, Rule, apply, refuse_transformed_keys
+from eformer._engine.record.structure import part_below, with_names
 from eformer._engine.record.text import count, few, glance, shortened, size
 from eformer._engine.record.values import LeftToCode, value_from_json
 from eformer._engine.tools.sequential_writers import has_sequences, renamed_in_npz, require_structure
 from eformer.errors import MismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from eformer._engine.record.planned import LazyArray
     from eformer._engine.tools.view import View
@@ -150,11 +151,15 @@ def plan_tree(view: View, choice: LeafChoice, dtype: Any, target: TargetFormat) 
 def _select(
     view: View, arrays: Mapping[str, LazyArray], choice: LeafChoice, cast: str | None
 ) -> ConvertedTree:
-    """Plan the conversion of some leaves, or of all under other names, to nested dicts by their names."""
+    """Plan the conversion of some leaves, or of all under other names."""
     raw, root = view.tree.raw_values, choice.root
     names = {name: name for name in (*arrays, *raw)} if root is None else names_below([*arrays, *raw], root)
     if not names and root is not None:
         refuse_root([*arrays, *raw], root)
+    if choice == LeafChoice(root) and (
+        part := part_below(parse_structure(view.tree.structure), root or "", names)
+    ):
+        return _part_tree(view, arrays, names, *part, cast)
     below = {names[name]: array for name, array in arrays.items() if name in names}
     values = {names[name]: value for name, value in raw.items() if name in names}
     renamed = apply(choice.rules or [], below, list(values))
@@ -165,6 +170,25 @@ def _select(
     converted.old_names = {new: whole[old] for new, old in converted.old_names.items()}
     converted.kept = [] if choice.rules is None else converted.kept
     return converted
+
+
+def _part_tree(
+    view: View,
+    arrays: Mapping[str, LazyArray],
+    names: Collection[str],
+    part: Any,
+    depth: int,
+    cast: str | None,
+) -> ConvertedTree:
+    """Plan the conversion of a subtree in its own structure."""
+    new = {name: join_name(split_name(name)[depth:]) for name in names}
+    return ConvertedTree(
+        view,
+        [_source(new[name], array, cast) for name, array in arrays.items() if name in new],
+        {new[name]: value for name, value in view.tree.raw_values.items() if name in new},
+        with_names(part, new),
+        old_names={name: old for old, name in new.items()},
+    )
 
 
 def _keep_only(renamed: Renamed, keys: Sequence[str]) -> None:

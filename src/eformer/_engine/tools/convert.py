@@ -102,9 +102,9 @@ def convert(
                      the suffix of the destination names it
     step             of a run: the number of another step than the newest, or "best", see `load`
     prefix           convert this tree alone, and store it without a prefix; None converts all trees
-    root             name of a subtree, such as "params", to convert as the whole checkpoint. With `root`, `keys` or
-                     `rename`, the result is nested dicts by the names of the leaves
-    keys             names of leaves or subtrees to convert, or patterns such as "layers.*.bias"; after `rename`
+    root             name of a subtree, such as "params", to convert as the whole checkpoint
+    keys             names of leaves or subtrees to convert, or patterns such as "layers.*.bias"; after `rename`. With
+                     `keys` or `rename`, the result is nested dicts by the names of the leaves
     rename           rules: a file, their text, a dict {pattern: "new name | step"}, pairs or lines; see
                      `docs/guides/renaming.md`
     dtype            cast floating leaves to this dtype
