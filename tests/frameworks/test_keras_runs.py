@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -29,18 +30,18 @@ class At(keras.callbacks.Callback):
             self.harm()
 
 
-def model(**how):
-    keras.utils.set_random_seed(0)
+def model(seed=0, **how):
+    keras.utils.set_random_seed(seed)
     middle = [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dropout(0.3)]
     made = keras.Sequential([keras.Input((4,)), *middle, keras.layers.Dense(3)])
     made.compile(optimizer="adam", loss="mse", metrics=["mae"], **how)
     return made
 
 
-def trained(path, scene="shuffled", number=0, harm=None):
-    """Train as a scene says. Return the variables, the logs of the last epoch, and the run."""
+def trained(path, scene="shuffled", number=0, harm=None, seed=0):
+    """Train as a scene says, from weights and random numbers of a seed. Return the variables, the logs of the last epoch, and the run."""
     how = {"every": 1, "compile": {}, "callback": {}, "fit": {}, **SCENES[scene]}
-    made, at = model(**how["compile"]), At(number, harm)
+    made, at = model(seed, **how["compile"]), At(number, harm)
     with checkpoint.Run(path, every=how["every"], keep=3) as run:
         callbacks = [RunCallback(run, epochs=None, **how["callback"]), at]
         data = {"x": X, "y": Y, "batch_size": 8} if "data" not in how else {"x": how["data"]()}
@@ -70,7 +71,7 @@ SCENES = {
 def killed(path, scene, number):
     """Train in another process, which is killed after a number of batches, whose steps are saved."""
     code = (
-        "import os, sys; sys.path[:0] = ['tests', 'tests/frameworks']; import test_keras_runs as t\n"
+        f"import os, sys; sys.path[:0] = [{str(Path(__file__).parent)!r}]; import test_keras_runs as t\n"
         "from eformer import checkpoint\n"
         f"t.trained({str(path)!r}, {scene!r}, {number}, lambda: (checkpoint.wait(), os._exit(9)))"
     )
@@ -90,7 +91,7 @@ def assert_same(found, expected):
 def test_a_training_that_is_killed_goes_on_at_the_same_batch(tmp_path, scene, number):
     killed(tmp_path / "killed", scene, number)
     assert checkpoint.steps(tmp_path / "killed")
-    assert_same(trained(tmp_path / "killed", scene), trained(tmp_path / "whole", scene))
+    assert_same(trained(tmp_path / "killed", scene, seed=1), trained(tmp_path / "whole", scene))
 
 
 def test_a_training_that_is_told_to_end_saves_and_returns(tmp_path):
@@ -99,12 +100,12 @@ def test_a_training_that_is_told_to_end_saves_and_returns(tmp_path):
 
     run = trained(tmp_path / "told", number=3, harm=told)[2]
     assert (run.stopping, [step.number for step in checkpoint.steps(run.path)][-1]) == (True, 4)
-    assert_same(trained(tmp_path / "told"), trained(tmp_path / "whole"))
+    assert_same(trained(tmp_path / "told", seed=1), trained(tmp_path / "whole"))
 
 
 def test_a_run_that_is_done_trains_no_more(tmp_path):
     found = trained(tmp_path / "run")
-    again = trained(tmp_path / "run")
+    again = trained(tmp_path / "run", seed=1)
     assert again[2].step == 21
     assert_same(again, found)
 
