@@ -249,9 +249,7 @@ def test_a_step_that_appears_before_the_first_save_claims_the_run_is_not_joined(
         monkeypatch.setattr(run._writer, "look", lambda: ())
         checkpoint.save(tree(7), tmp_path / "step-7")
         for number in (1, 2):
-            with pytest.raises(
-                FileExistsError, match="has 1 step, the newest is 7, and this job has not resumed"
-            ):
+            with pytest.raises(FileExistsError, match="has 1 step, the newest is 7, and this job has not resumed"):
                 run.after(number, tree(number)).result(WITHIN)
             run._main.under_way.log_failures()
         time.sleep(0)
