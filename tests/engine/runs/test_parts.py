@@ -74,9 +74,9 @@ def test_a_part_may_lie_deeper_and_be_of_a_module(tmp_path):
 
 
 def test_a_part_that_the_tree_does_not_have_is_named(tmp_path):
-    with Run(tmp_path, every=Every(1, only="weights"), signals=()) as run:
-        with pytest.raises(StructureError, match="the tree has no part 'weights': it has opt; params; step"):
-            run.after(1, state(1))
+    missing = pytest.raises(StructureError, match="the tree has no part 'weights': it has opt; params; step")
+    with Run(tmp_path, every=Every(1, only="weights"), signals=()) as run, missing:
+        run.after(1, state(1))
 
 
 def test_a_fresh_run_puts_the_parts_aside_too(tmp_path):
