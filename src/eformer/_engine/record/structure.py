@@ -40,7 +40,9 @@ def containers(structure: Any) -> tuple[list[Container], list[str]]:
             kind = _kind(document)
             pairs = _CHILDREN[kind](document)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise StructureError(f"{at(place)}not a recorded structure: {reprlib.repr(document)}") from error
+            raise StructureError(
+                f"{text_of(place)}not a recorded structure: {reprlib.repr(document)}"
+            ) from error
         if pairs and depth >= MAX_DEPTH:
             raise StructureError(f"the recorded structure is nested more than {MAX_DEPTH} deep")
         found.append(Container(kind, document, place, [child for _, child in pairs]))
@@ -60,7 +62,7 @@ def steps_of(container: Container) -> list[Any]:
     return [step for step, _ in _CHILDREN[container.kind](container.document)]
 
 
-def at(place: Place) -> str:
+def text_of(place: Place) -> str:
     """Return the beginning of a message about a place in a structure; "" for the root."""
     return f"at {'.'.join(steps_to(place))[:400]!r}: " if place else ""
 

@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.record.names import split_name, steps_to, unescape, with_nearest
-from eformer._engine.record.structure import Container, at, containers, steps_of
+from eformer._engine.record.structure import Container, containers, steps_of, text_of
 from eformer._engine.record.values import value_from_json
 from eformer._engine.trees.flatten import FACTORIES, flatten
 from eformer._engine.trees.modules import with_leaves
@@ -68,7 +68,7 @@ def _build(container: Container, children: list[Any], *, plain: bool) -> Any:
         shown = reprlib.repr(container.document)
         why = error if isinstance(error, StructureError) else f"cannot rebuild {shown}: {error!r}"
         hint = "; or pass plain=True for nested dicts" if is_object else ""
-        raise StructureError(f"{at(container.place)}{why}{hint}") from error
+        raise StructureError(f"{text_of(container.place)}{why}{hint}") from error
 
 
 def _plain(container: Container, children: list[Any]) -> dict[str, Any]:
