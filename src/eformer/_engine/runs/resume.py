@@ -16,8 +16,8 @@ from eformer._engine.processes.hosts import meeting
 from eformer._engine.record.policies import ranked, rule_of_metric
 from eformer._engine.record.text import count, few, glance
 from eformer._engine.record.values import json_decoder
-from eformer._engine.runs.done import set_position
 from eformer._engine.runs.near import NearStep
+from eformer._engine.runs.positions import set_position
 from eformer._engine.runs.retention import put_aside
 from eformer._engine.tasks.interrupts import is_of_caller
 from eformer.errors import (
