@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from eformer.checkpoint import Run
+from eformer.checkpoint import Keep, Run
 from support.commands import run as command
 from support.programs import on_terminal
 
@@ -108,3 +108,28 @@ def test_series_are_counted_as_prune_counts_them(run):
     lines = command("steps", run, "--keep", 1).stdout.splitlines()
     assert [line.split()[0] for line in lines if line.endswith("would be removed")] == ["20"]
     assert json.loads(command("prune", run, "--keep", 1, "--json", "--yes").stdout)["removed"] == ["step-20"]
+
+
+def test_every_command_for_a_checkpoint_takes_a_step_by_number_or_the_best(tmp_path):
+    with Run(tmp_path / "run", keep=Keep(best=9, by="loss")) as made:
+        for step, loss in enumerate([0.5, 0.2, 0.4], 1):
+            made.save(step, {"params": {"w": np.full(2, step), "b": [1, 2]}}, metrics={"loss": loss})
+    path = tmp_path / "run"
+    assert f"{path}/step-2: " in command("verify", path, "--step", "best").stdout
+    for name in ("inspect", "ls"):
+        assert "params" in command(name, path, "--step", 1).stdout
+        assert "has no step 7" in command(name, path, "--step", 7, code=1).stderr
+        assert (
+            "'x' is neither the number of a step nor 'best'"
+            in command(name, path, "--step", "x", code=2).stderr
+        )
+    command("convert", path, tmp_path / "x.npz", "--step", "best", "--root", "params", "--keys", "w")
+    with np.load(tmp_path / "x.npz") as found:
+        assert (found.files, found["w"].tolist()) == (["w"], [2, 2])
+    assert (
+        "no leaf is named 'v'" in command("convert", path, tmp_path / "y.npz", "--keys", "v", code=1).stderr
+    )
+    assert (
+        "no leaf is named 'parms'"
+        in command("convert", path, tmp_path / "y.npz", "--root", "parms", code=1).stderr
+    )

@@ -3,7 +3,7 @@
 save, save_async         save a tree, with SaveOptions; save_async returns a Pending
 wait                     wait for every save_async of this process
 Run                      save the steps of a training run by rule (Every, Keep, Near), and resume it (Resumed, Step)
-steps, latest            list the steps of a run; the path of the newest one
+steps, latest, best      list the steps of a run; the path of the newest one, of the best one by a metric
 follow, score            look at a run from another job: wait for its steps, add metrics to them
 request_save             ask the job that writes a run to save at its next step
 load                     load a tree onto any mesh, with LoadOptions; with return_report, return a LoadReport, too
@@ -42,7 +42,7 @@ _NAMES = {
     "runs.requests": "request_save",
     "runs.resume": "Resumed",
     "runs.run": "Run",
-    "runs.steps": "Step latest steps",
+    "formats.run_steps": "Step best latest steps",
     "saving.pending": "Pending wait",
     "saving.start": "save save_async",
     "stores.store_options": "store_options",
@@ -59,6 +59,10 @@ _NAMES = {
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if TYPE_CHECKING:
+    from eformer._engine.formats.run_steps import Step as Step
+    from eformer._engine.formats.run_steps import best as best
+    from eformer._engine.formats.run_steps import latest as latest
+    from eformer._engine.formats.run_steps import steps as steps
     from eformer._engine.loading.load import load as load
     from eformer._engine.loading.preview import Placement as Placement
     from eformer._engine.loading.preview import abstract as abstract
@@ -76,9 +80,6 @@ if TYPE_CHECKING:
     from eformer._engine.runs.requests import request_save as request_save
     from eformer._engine.runs.resume import Resumed as Resumed
     from eformer._engine.runs.run import Run as Run
-    from eformer._engine.runs.steps import Step as Step
-    from eformer._engine.runs.steps import latest as latest
-    from eformer._engine.runs.steps import steps as steps
     from eformer._engine.saving.pending import Pending as Pending
     from eformer._engine.saving.pending import wait as wait
     from eformer._engine.saving.start import save as save

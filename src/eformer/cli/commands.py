@@ -29,6 +29,7 @@ from eformer.cli.group import (
 from eformer.cli.pages import report, serve
 
 if TYPE_CHECKING:
+    from eformer._engine.formats.run_steps import StepChoice
     from eformer._engine.tools.prune import Pruned
     from eformer._engine.tools.verify import Verification
 
@@ -64,10 +65,13 @@ def main(debug: bool) -> None:  # noqa: ARG001  read by the group
 @main.command(short_help="Show format, metadata and tree")
 @options.path
 @click.argument("name", required=False)
+@options.step
 @options.prefix
 @options.as_json
 @click.option("--svg", type=click.Path(dir_okay=False), help="Write an SVG image to this file instead.")
-def inspect(path: str, name: str | None, prefix: str | None, as_json: bool, svg: str | None) -> None:
+def inspect(
+    path: str, name: str | None, step: StepChoice, prefix: str | None, as_json: bool, svg: str | None
+) -> None:
     """Show the format, the metadata and the tree of the checkpoint at PATH, or only the leaves that NAME finds.
 
     NAME is the name of a leaf or subtree, or a glob pattern.
@@ -77,10 +81,12 @@ def inspect(path: str, name: str | None, prefix: str | None, as_json: bool, svg:
     eformer inspect ./checkpoint params.encoder
     eformer inspect model.safetensors --json | jq .trees
     """
-    from eformer.cli.facts import checkpoint_facts, leaf_facts  # late: `--help` should not wait for numpy
+    from eformer._engine.formats.run_steps import path_of_step  # late: `--help` should not wait for numpy
+    from eformer.cli.facts import checkpoint_facts, leaf_facts
 
     if svg and as_json:
         raise click.UsageError("--svg and --json cannot be combined")
+    path = str(path_of_step(path, step))
     facts, trees = checkpoint_facts(path, prefix, name)
     if as_json:
         for each, tree in trees.items():
@@ -102,9 +108,10 @@ def inspect(path: str, name: str | None, prefix: str | None, as_json: bool, svg:
 @main.command("ls", short_help="List leaves, one line each")
 @options.path
 @click.argument("name", required=False)
+@options.step
 @options.prefix
 @options.as_json
-def list_leaves(path: str, name: str | None, prefix: str | None, as_json: bool) -> None:
+def list_leaves(path: str, name: str | None, step: StepChoice, prefix: str | None, as_json: bool) -> None:
     """List the leaves of the checkpoint at PATH, or only the leaves that NAME finds, one line each.
 
     NAME is the name of a leaf or subtree, or a glob pattern. Write keys that contain dots as they are. The exit code is
@@ -115,9 +122,10 @@ def list_leaves(path: str, name: str | None, prefix: str | None, as_json: bool) 
     eformer ls ./checkpoint params.encoder
     eformer ls ./checkpoint "layers.*.bias"
     """
+    from eformer._engine.formats.run_steps import path_of_step
     from eformer.cli.facts import checkpoint_facts, chosen, leaf_facts, spellings
 
-    facts, trees = checkpoint_facts(path, prefix)
+    facts, trees = checkpoint_facts(str(path_of_step(path, step)), prefix)
     found = chosen(trees, "*" if name is None else name)
     leaves = [
         ({"prefix": each} if each else {}) | leaf
@@ -141,7 +149,7 @@ def list_leaves(path: str, name: str | None, prefix: str | None, as_json: bool) 
 
 @main.command(short_help="Check every byte against its digest")
 @click.argument("paths", type=click.Path(), nargs=-1, required=True, metavar="PATH...")
-@click.option("--step", type=int, metavar="N", help="Check only this step of a run.")
+@options.step
 @click.option(
     "--signed-by",
     type=click.Path(exists=True, dir_okay=False),
@@ -150,7 +158,7 @@ def list_leaves(path: str, name: str | None, prefix: str | None, as_json: bool) 
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: an object, or a list for several paths.")
 @options.quiet
 def verify(
-    paths: tuple[str, ...], step: int | None, signed_by: str | None, as_json: bool, quiet: bool
+    paths: tuple[str, ...], step: StepChoice, signed_by: str | None, as_json: bool, quiet: bool
 ) -> None:
     """Check every byte of the checkpoints at PATH against their digests. The path of a run checks all of its steps.
 
@@ -286,7 +294,15 @@ _MOST_NOTES = 20
     type=Size(),
     help="Maximum size of one safetensors file, such as 5GB.",
 )
+@options.step
 @click.option("--prefix", help="Convert this tree only, and store it without a prefix.")
+@click.option("--root", metavar="NAME", help="Convert this subtree, such as params, as the whole checkpoint.")
+@click.option(
+    "--keys",
+    multiple=True,
+    metavar="NAME",
+    help="Convert only the leaves that NAME finds: a leaf, a subtree or a pattern. Can be repeated.",
+)
 @click.option(
     "--rename",
     type=click.Path(exists=True, dir_okay=False),
@@ -319,6 +335,7 @@ def convert(
     destination: str,
     *,
     settings: tuple[str, ...],
+    keys: tuple[str, ...],
     no_dequant: bool,
     dry_run: bool,
     as_json: bool,
@@ -334,6 +351,7 @@ def convert(
     eformer convert ./orbax/100 ./checkpoint --to zarr
     eformer convert ./hf ./mine --to safetensors --rename rules.txt --dry-run
     eformer convert ./lora ./adapter --to peft --config lora_alpha=32
+    eformer convert ./run best.safetensors --step best --root params
 
     Each line of the file for --rename is a regular expression for the whole name, an arrow, and the new name. A rule
     without a new name drops the leaf. Steps may follow the name: transpose, stack and unstack.
@@ -349,6 +367,7 @@ def convert(
     done = carry_out(
         source,
         destination,
+        keys=keys or None,
         config=_parse_settings(settings),
         dry_run=dry_run,
         dequant=False if no_dequant else None,

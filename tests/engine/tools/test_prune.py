@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from eformer._engine.formats.run_steps import Step
 from eformer._engine.runs import retention
-from eformer._engine.runs.steps import Step
 from eformer._engine.stores.base import read_whole
 from eformer._engine.stores.locate import store_at
 from eformer._engine.tools.prune import plan_removal, remove_planned

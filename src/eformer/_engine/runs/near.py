@@ -24,13 +24,13 @@ import jax
 import msgspec
 
 from eformer._engine.formats.found import kinds_if_there
+from eformer._engine.formats.run_steps import Step, claim_of, steps_if_there
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.policies import Near, every_from, is_due, minutes_due
 from eformer._engine.record.step_names import step_name
 from eformer._engine.record.values import parse_json
 from eformer._engine.runs.clock import Clock
 from eformer._engine.runs.own_part import load_own, own_part_of
-from eformer._engine.runs.steps import Step, claim_of, steps_if_there
 from eformer._engine.saving.pending import Pending
 from eformer._engine.saving.save import complete
 from eformer._engine.saving.start import start

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import jax
 
+from eformer._engine.formats.run_steps import Rules, Step, steps_if_there
 from eformer._engine.formats.steps import checked_number
 from eformer._engine.loading.load import LoadArguments, log_differences, request_from
 from eformer._engine.processes.hosts import meeting
@@ -28,7 +29,6 @@ from eformer._engine.runs.resume import Job, Resumed, reasons_to_put_aside, rule
 from eformer._engine.runs.retention import steady_clock
 from eformer._engine.runs.series import Series
 from eformer._engine.runs.signals import Signals
-from eformer._engine.runs.steps import Rules, Step, steps_if_there
 from eformer._engine.runs.under_way import UnderWay
 from eformer._engine.runs.upkeep import Upkeep
 from eformer._engine.runs.writer import Writer
@@ -222,10 +222,10 @@ class Run:
             return None
         candidates = agreed.to_try(step, rule, self.path)
         if not rewind:
-            agreed.refuse_after(candidates[0].number, self.path, {})
+            agreed.refuse_after(candidates[0].number, step, self.path, {})
         chosen, loaded, skipped = self._job.load_first(candidates, request, fallback=fallback)
         if not rewind:
-            agreed.refuse_after(chosen.number, self.path, skipped)
+            agreed.refuse_after(chosen.number, step, self.path, skipped)
         # Before anything is put aside: the iterator may refuse the position.
         self._job.set_position(data, chosen, loaded.entry.metadata)
         self._go_on(chosen.number, agreed, skipped)

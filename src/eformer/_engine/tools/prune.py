@@ -23,6 +23,7 @@ from eformer._engine.formats.others.orbax_metadata import (
     TREE_METADATA,
 )
 from eformer._engine.formats.others.orbax_reader import AGGREGATE
+from eformer._engine.formats.run_steps import Step, found_of, is_foreign
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX, split_shard
 from eformer._engine.formats.steps import CHECKPOINTER_FILE, MARKS, RUN_FILE, is_removed
 from eformer._engine.formats.zarr.read import FOREIGN as ARRAYS
@@ -36,7 +37,6 @@ from eformer._engine.record.values import parse_json
 from eformer._engine.record.zarray import ZARRAY
 from eformer._engine.runs import retention
 from eformer._engine.runs.removed import remember_metrics
-from eformer._engine.runs.steps import Step, found_of, is_foreign
 from eformer._engine.stores.base import read_whole, remove_files
 from eformer._engine.stores.checkpoints import sweep
 from eformer._engine.stores.durable import SCRATCH
