@@ -19,6 +19,7 @@ from eformer._engine.record.boxes import Box
 from eformer._engine.record.check import check_leaf, check_tree, is_plain
 from eformer._engine.record.digests import NO_DIGEST, check_own_digest, stamp_digest, xxh3_64_number
 from eformer._engine.record.display import Shown, TreeSummary
+from eformer._engine.record.fingerprints import fingerprint_of_value, recorded_fingerprint
 from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.names import Spellings, ambiguous, with_nearest
 from eformer._engine.record.outline import LeafLine
@@ -95,6 +96,8 @@ class LeafEntry(Struct, frozen=True, array_like=True, gc=False, omit_defaults=Tr
     key        the generator of a typed PRNG key, which is stored as its key data
     sharding   how a jax.Array was sharded
     sha256     the SHA-256 of all elements, if the save recorded it
+    own_fingerprint
+               the fingerprint, if the save recorded it because the digests of the extents do not give it
     """
 
     dtype: str
@@ -104,6 +107,7 @@ class LeafEntry(Struct, frozen=True, array_like=True, gc=False, omit_defaults=Tr
     key: str | None = None
     sharding: RecordedSharding | None = None
     sha256: str | None = None
+    own_fingerprint: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -192,6 +196,12 @@ class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):
             if len(entry.extents) != 1 or not is_plain(entry, entry.extents[0], rooms, self.block):
                 check_leaf(name, entry, self)
         return entries
+
+    @lazy_property
+    def fingerprints(self) -> dict[str, str | None]:
+        """Return the fingerprint of each leaf by name, as `fingerprint` computes it; None where the record lacks it."""
+        found = {name: recorded_fingerprint(entry, self.block) for name, entry in self.leaves.items()}
+        return found | {name: fingerprint_of_value(value) for name, value in self.raw_values.items()}
 
     def listed_leaves(self) -> dict[str, LeafEntry]:
         """Return the listed leaves, unchecked. In a tree by several processes they have no extents."""

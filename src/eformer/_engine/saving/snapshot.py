@@ -53,15 +53,21 @@ _MOST_REPLICAS = 256
 
 
 def snapshot(
-    leaves: Mapping[str, Any], options: SaveOptions, hosts: Hosts, *, detach: bool
+    leaves: Mapping[str, Any],
+    options: SaveOptions,
+    hosts: Hosts,
+    *,
+    detach: bool = False,
+    takes_copies: bool = False,
 ) -> tuple[list[Source], dict[str, Any], Compared]:
     """Return the arrays among the leaves as sources, the remaining leaves as JSON values, and the data to compare with
     other processes.
 
     With `detach` the caller may donate or change every array as soon as this returns: numpy arrays are copied, arrays
-    on an accelerator are copied there or to the host, and the memory of CPU arrays is kept alive.
+    on an accelerator are copied there or to the host, and the memory of CPU arrays is kept alive. With `takes_copies`
+    the sources have every box that this process holds, not only the boxes that it writes.
     """
-    reader = _Reader(options, hosts, detach)
+    reader = _Reader(options, hosts, detach, takes_copies)
     readers: dict[type, Callable[[str, Any], Source] | None] = {}  # each type is looked at once
     sources, values = [], {}
     for name, leaf in leaves.items():
@@ -89,7 +95,8 @@ def snapshot(
 
 
 class _Reader:
-    def __init__(self, options: SaveOptions, hosts: Hosts, detach: bool) -> None:
+    def __init__(self, options: SaveOptions, hosts: Hosts, detach: bool, takes_copies: bool = False) -> None:
+        self.takes_copies = takes_copies
         self.dtype = options.dtype
         self.where = options.snapshot
         self.hosts = hosts
@@ -238,6 +245,8 @@ class _Reader:
 
         If several processes hold a box, the process with the least to write so far writes it.
         """
+        if self.takes_copies:
+            return split.here, False
         if split.settled is not None:
             if split.counts:
                 self.written += split.elements * itemsize
