@@ -8,6 +8,8 @@ follow, score            look at a run from another job: wait for its steps, add
 load                     load a tree onto any mesh, with LoadOptions; with return_report, return a LoadReport, too
 abstract                 give the shapes and dtypes of a saved tree, in its structure
 open, inspect            look at the leaves of a checkpoint without loading it; return a View, an Inspection
+fingerprint              compute a digest of each leaf of a tree in memory, the one that inspect shows
+same                     compare a tree in memory with the record of a checkpoint; return a Same
 verify                   check every byte against its digest; return a Verification
 sign                     sign every byte with a private key; `load` and `verify` check it with the public key
 diff                     compare two checkpoints; return a Diff
@@ -41,6 +43,7 @@ _NAMES = {
     "runs.resume": "Resumed",
     "runs.run": "Run",
     "runs.steps": "Step latest steps",
+    "saving.live": "Same fingerprint same",
     "saving.pending": "Pending wait",
     "saving.start": "save save_async",
     "stores.store_options": "store_options",
@@ -76,6 +79,9 @@ if TYPE_CHECKING:
     from eformer._engine.runs.steps import Step as Step
     from eformer._engine.runs.steps import latest as latest
     from eformer._engine.runs.steps import steps as steps
+    from eformer._engine.saving.live import Same as Same
+    from eformer._engine.saving.live import fingerprint as fingerprint
+    from eformer._engine.saving.live import same as same
     from eformer._engine.saving.pending import Pending as Pending
     from eformer._engine.saving.pending import wait as wait
     from eformer._engine.saving.start import save as save

@@ -221,7 +221,7 @@ class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):
     def lines(self) -> list[LeafLine]:
         """Return one line for each leaf, for display."""
         arrays = [LeafLine(name, printable(e.described), e.nbytes) for name, e in self.leaves.items()]
-        return arrays + [LeafLine(name, _value_text(value)) for name, value in self.raw_values.items()]
+        return arrays + [LeafLine(name, value_text(value)) for name, value in self.raw_values.items()]
 
     def summary(self, prefix: str = "") -> TreeSummary:
         """Summarize the tree for display. A damaged entry is in the summary; it does not raise."""
@@ -289,7 +289,8 @@ def foreign_tree(
     )
 
 
-def _value_text(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """Return a plain value, given as JSON, for display."""
     try:
         return printable(f"= {shortened(repr(value_from_json(value)), _MOST_SHOWN)}")
     except (ValueError, RecursionError) as error:  # not recorded, or a number with too many digits to print

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec.structs import replace
 
-from eformer._engine.record.boxes import Box
 from eformer._engine.record.digests import NO_DIGEST, xxh3_128
 from eformer._engine.record.dtypes import pack_nibbles
 from eformer._engine.record.fingerprints import fingerprint_of, recorded_fingerprint, whole_cut
@@ -23,8 +22,9 @@ from eformer._engine.saving.write import bytes_of, digests_of
 from eformer._engine.tasks.pool import run_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
+    from eformer._engine.record.boxes import Box
     from eformer._engine.record.fingerprints import Piece
     from eformer._engine.record.planned import PlannedFile, Source
     from eformer._engine.saving.staging import Staging
@@ -49,7 +49,9 @@ class OnDevices(Protocol):
 class PieceBatch:
     """Consecutive pieces of a leaf that form a box, and the numbers of these pieces."""
 
-    def __init__(self, source: Source, numbers: Sequence[int], boxes: Sequence[Box], *, is_packed: bool) -> None:
+    def __init__(
+        self, source: Source, numbers: Sequence[int], boxes: Sequence[Box], *, is_packed: bool
+    ) -> None:
         around = bounding(boxes)
         nbytes = around.size * source.itemsize
         digests = [NO_DIGEST] * len(boxes)
@@ -108,7 +110,9 @@ def note_fingerprints(
     for file in files:
         for extent in file.extents:
             planned.setdefault(extent.source.name, []).append(extent)
-    tasks = [partial(_note, extents, staging) for extents in planned.values() if _lacks(extents, block, costly)]
+    tasks = [
+        partial(_note, extents, staging) for extents in planned.values() if _lacks(extents, block, costly)
+    ]
     run_all(tasks, threads)
 
 
@@ -125,7 +129,8 @@ def _note(extents: Sequence[PlannedExtent], staging: Staging) -> None:
     found: Digests = {}
     for batch in batches_of(source, cut, range(len(cut))):
         batch.digest(found, staging)
-    noted = replace(source, fingerprint=fingerprint_of(source.entry(), "".join(map(found.get, range(len(cut))))))
+    digests = "".join(found[number] for number in range(len(cut)))
+    noted = replace(source, fingerprint=fingerprint_of(source.entry(), digests))
     for extent in extents:
         extent.source = noted
 

@@ -344,11 +344,11 @@ def _split(array: jax.Array, hosts: Hosts) -> _Split:
                 f"it is on {device} of process {device.process_index}, which does not take part in this save; save "
                 "from all processes that hold it (SaveOptions.processes)"
             )
-        holders.setdefault(_box(index, array.shape), {})[process] = None
+        holders.setdefault(box_of(index, array.shape), {})[process] = None
     here: dict[Box, int] = {}
     for number, shard in enumerate(array.addressable_shards):
         if hosts.process_of(shard.device) == hosts.number:
-            here.setdefault(_box(shard.index, array.shape), number)
+            here.setdefault(box_of(shard.index, array.shape), number)
     processes = {box: np.array(list(who)) for box, who in holders.items()}
     return _Split(processes, here, array.sharding.shard_shape(array.shape), hosts)
 
@@ -385,7 +385,7 @@ def _plain_value(leaf: Any) -> Any:
     return value
 
 
-def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
     bounds = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
     return Box(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
 
