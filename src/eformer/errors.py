@@ -158,6 +158,10 @@ class ProcessTimeoutError(ProcessError, TimeoutError):
     """Another process of the same save or load did not answer in time."""
 
 
+class SaveRequestError(EformerError, RuntimeError):
+    """The job that was asked for a save has not saved: the save failed, or another job writes the run."""
+
+
 class SupersededError(EformerError, RuntimeError):
     """Another job has become the writer of a run; this job can no longer save to it."""
 
