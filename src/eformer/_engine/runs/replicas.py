@@ -32,7 +32,7 @@ from eformer._engine.trees.flatten import flatten
 from eformer.errors import ProcessError, ReplicaError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from eformer._engine.processes.hosts import Hosts
     from eformer._engine.saving.fingerprints import Digests, PieceBatch

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -205,24 +206,25 @@ class LiveTree:
         if self.hosts.count == 1:
             return batches_of(source, cut, range(len(cut)))
         leaf = self.leaves[source.name]
-        owners = _owners(cut, _holders(leaf, source, self.hosts))
+        holders = _holders(leaf, source, self.hosts)
+        owners = _owners(cut, holders)
         mine = list(batches_of(source, cut, np.nonzero(owners == self.hosts.number)[0].tolist()))
-        if source.parts and (orphans := np.nonzero(owners < 0)[0].tolist()):
-            mine += self._gathered(source, cut, orphans, leaf)
+        together = sorted({process for processes in holders.values() for process in processes})
+        if self.hosts.number in together and (orphans := np.nonzero(owners < 0)[0].tolist()):
+            mine += self._gathered(source, list(batches_of(source, cut, orphans)), leaf, together)
         return mine
 
     def _gathered(
-        self, source: Source, cut: Sequence[Piece], numbers: Sequence[int], leaf: Any
+        self, source: Source, batches: Sequence[PieceBatch], leaf: Any, together: Sequence[int]
     ) -> Iterable[PieceBatch]:
         """Gather pieces in all processes that hold the leaf. The processes take turns to digest them."""
-        groups = [[*batch.numbers] for batch in batches_of(source, cut, numbers)]
-        around = [bounding([cut[number].box for number in group]) for group in groups]
-        arrays = devices.gathered(
-            jax.random.key_data(leaf) if source.key else leaf, [(box.start, box.shape) for box in around]
-        )
-        for turn, (box, group, array) in enumerate(zip(around, groups, arrays, strict=True)):
-            if turn % self.hosts.count == self.hosts.number:
-                yield from batches_of(msgspec.structs.replace(source, parts=[(box, array)]), cut, group)
+        array = jax.random.key_data(leaf) if source.key else leaf
+        boxes = [batch.extent.box for batch in batches]
+        gathered = devices.gathered(array, [(box.start, box.shape) for box in boxes])
+        for turn, (batch, box, part) in enumerate(zip(batches, boxes, gathered, strict=True)):
+            if together[turn % len(together)] == self.hosts.number:
+                batch.extent.source = msgspec.structs.replace(source, parts=[(box, part)])
+                yield batch
 
     def _joined(self, name: str, cut: Sequence[Piece], sent: Sequence[Mapping[str, Digests]]) -> list[str]:
         known: Digests = {}
@@ -254,14 +256,18 @@ def _holders(leaf: Any, source: Source, hosts: Hosts) -> dict[tuple[Box, ...], l
 def _owners(cut: Sequence[Piece], holders: Mapping[tuple[Box, ...], Sequence[int]]) -> np.ndarray[Any, Any]:
     """Choose the process that digests each piece, among those that hold it whole; -1 for a piece that none holds."""
     owners = np.full(len(cut), -1)
-    starts = np.array([piece.box.start for piece in cut]).reshape(len(cut), -1)
-    stops = np.array([piece.box.stop for piece in cut]).reshape(len(cut), -1)
+    if not cut:
+        return owners
+    starts, stops = (np.array([ends(piece.box) for piece in cut]) for ends in (_start, _stop))
     for boxes, processes in holders.items():
         turns = np.array(processes)[np.arange(len(cut)) % len(processes)]
         for box in boxes:
             is_inside = (starts >= box.start).all(1) & (stops <= box.stop).all(1) & (owners < 0)
             owners = np.where(is_inside, turns, owners)
     return owners
+
+
+_start, _stop = attrgetter("start"), attrgetter("stop")
 
 
 def digest_all(work: Sequence[tuple[PieceBatch, Digests]]) -> None:
