@@ -61,6 +61,7 @@ CHECKPOINT = {
     "convert": "(source, destination, *, to=None, prefix=None, rename=None, dtype=None, config=None, "
     "max_shard_bytes=None, memory=None, dry_run=False, allow_missing=False, progress=None, dequant=None)",
     "diff": "(a, b, *, prefix=None, progress=None)",
+    "fingerprint": "(tree, *, timeout=None)",
     "follow": "(path, *, after=None, poll=10.0, timeout=None)",
     "inspect": "(path)",
     "latest": "(path)",
@@ -73,6 +74,7 @@ CHECKPOINT = {
     "register_module": "(kind, *, state, update=None, build=None)",
     "register_node": "(kind)",
     "report": "(path, against=None, *, values=True, prefix=None, step=None, keep=None, memory=None, progress=None)",
+    "same": "(tree, path, *, prefix=None, timeout=None)",
     "save": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions(), overwrite=False, "
     "progress=None)",
     "save_async": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions(), "
@@ -227,6 +229,7 @@ def test_the_engine_offers_what_is_documented_and_no_more():
         "Placement",
         "Pruned",
         "Report",
+        "Same",
         "Resumed",
         "Run",
         "SaveOptions",

@@ -8,6 +8,7 @@ Tests: tests/engine/saving/test_fingerprints.py, tests/engine/record/test_finger
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,13 +32,16 @@ class Piece(NamedTuple):
     is_packed: bool = False
 
 
-@lru_cache(4096)  # most leaves of a tree have one of a few shapes
+@lru_cache(256)  # many leaves of a tree are alike
 def whole_cut(dtype: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
     """Cut a leaf into the pieces whose digests make its fingerprint."""
-    whole = Box.whole(shape)
-    if dtype == "float4_e2m1fn" and whole.size and whole.size % 2 == 0:
-        return (Piece(whole, is_packed=True),)
+    if _is_packed(dtype, shape):
+        return (Piece(Box.whole(shape), is_packed=True),)
     return tuple(map(Piece, pieces(shape, dtype_from_name(dtype).itemsize, PIECE_BYTES)))
+
+
+def _is_packed(dtype: str, shape: tuple[int, ...]) -> bool:
+    return dtype == "float4_e2m1fn" and math.prod(shape) % 2 == 0 and 0 not in shape
 
 
 def recorded_cut(entry: LeafEntry, block: int) -> tuple[list[Piece], str] | None:
@@ -80,11 +84,8 @@ def _digests_in_order(entry: LeafEntry, block: int) -> str | None:
     """Return the digests of the pieces of the whole leaf, if the stored boxes are cut into the same pieces."""
     if len(entry.extents) == 1 and not entry.extents[0].region and not entry.extents[0].coding:
         extent = entry.extents[0]
-        if block == PIECE_BYTES and extent.nbytes:
-            # A leaf of four-bit floats is one piece of packed bytes in safetensors files alone.
-            is_packed = extent.nbytes < Box.whole(entry.shape).size * dtype_from_name(entry.dtype).itemsize
-            is_cut_so = is_packed == any(piece.is_packed for piece in whole_cut(entry.dtype, entry.shape)[:1])
-            return extent.digests if extent.digests and is_cut_so else None
+        if block == PIECE_BYTES and not _is_packed(entry.dtype, entry.shape) and extent.nbytes:
+            return extent.digests or None  # as for nearly all leaves
     found = recorded_cut(entry, block)
     if found is None:
         return None

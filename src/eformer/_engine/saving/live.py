@@ -181,8 +181,13 @@ class LiveTree:
         found: dict[str, Digests] = {source.name: {} for source in self.sources if source.name in cuts}
         work: list[tuple[PieceBatch, Digests]] = []
         for source in self.sources:
-            if source.name in cuts:
-                work += [(one, found[source.name]) for one in self._batches(source, cuts[source.name])]
+            cut = cuts.get(source.name, ())
+            if isinstance(source.whole, bytes) and len(cut) == 1 and not cut[0].is_packed:
+                found[source.name][0] = xxh3_128(
+                    source.whole
+                )  # small, as nearly all leaves of very large trees
+            elif cut:
+                work += [(one, found[source.name]) for one in self._batches(source, cut)]
         digest_all(work)
 
         def join(messages: Sequence[bytes]) -> bytes:
@@ -302,10 +307,10 @@ class _Comparison:
     def __init__(self, live: LiveTree, recorded: _Recorded, path: str) -> None:
         self.path, self.values = path, recorded.values
         self.live, self.entries = live, recorded.leaves
-        here = [source.name for source in live.sources] + list(live.values)
-        there = recorded.leaves.keys() | recorded.values.keys()
-        self.extra = tuple(name for name in here if name not in there)
-        self.missing = tuple(name for name in [*recorded.leaves, *recorded.values] if name not in set(here))
+        there = [*recorded.leaves, *recorded.values]
+        known = set(there)
+        self.extra = tuple(name for name in live.leaves if name not in known)
+        self.missing = tuple(name for name in there if name not in live.leaves)
         self.differing: dict[str, str] = {}
         self.cuts: dict[str, Sequence[Piece]] = {}
         self.expected: dict[str, str] = {}  # joined digests of pieces, or the fingerprint
