@@ -17,6 +17,7 @@ EformerError
 ├── ReplicaError     (RuntimeError) copies of one array, on several devices, differ
 ├── ProcessError     (RuntimeError) another process failed, or made a different call
 │   └── ProcessTimeoutError         another process did not answer in time; also a TimeoutError
+├── SaveRequestError (RuntimeError) a job that was asked for a save has not saved
 ├── SupersededError  (RuntimeError) another job has become the writer of a run
 └── LeaseLostError   (RuntimeError) a save to a bucket took so long that another save removed its files
 

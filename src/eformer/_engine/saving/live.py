@@ -71,6 +71,7 @@ def fingerprint(tree: Any, *, timeout: float | None = None) -> dict[str, str]:
 
     Example:
 
+        >>> state = checkpoint.load("run/step-100")
         >>> checkpoint.fingerprint(state) == checkpoint.inspect("run/step-100").trees[""].fingerprints
         True
     """
@@ -127,7 +128,8 @@ def same(
 
     The tree is digested where it is, as by `fingerprint`, and compared with the digests in the record. Leaves are equal
     if dtype, shape and bits are equal; sharding, containers, metadata and the kind of array (numpy or jax) may differ.
-    `prefix` selects one of several trees. Several processes all make this call, and get the same result.
+    `prefix` selects one of several trees. Several processes all make this call, and get the same result; a process
+    waits for the others for `timeout` seconds, None for 600.
 
     This says what the save has recorded, not that the files still hold it: `verify` reads the files.
 
@@ -135,9 +137,10 @@ def same(
 
     Example:
 
+        >>> state = checkpoint.load("run/step-100")
         >>> found = checkpoint.same(state, "run/step-100")
-        >>> bool(found), found.equal
-        (True, 3)
+        >>> bool(found), found.differing
+        (True, {})
     """
     with meeting("compares a tree with a checkpoint", timeout) as hosts:
         live = LiveTree(tree, hosts)
