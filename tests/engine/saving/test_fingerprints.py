@@ -24,12 +24,13 @@ from support.meshes import layouts, meshes
 
 BLOCK = 64  # bytes of a piece, so that small arrays have many
 
+CHECKED = {"checksums": True}
 FORMATS = {
     "safetensors": {},
-    "zarr": {"format": "zarr"},
-    "zarr, small chunks": {"format": "zarr", "options": {"max_chunk_bytes": 90}},
-    "zarr, zstd": {"format": "zarr", "options": {"compression": "zstd", "max_chunk_bytes": 100}},
-    "ocdbt": {"format": "zarr", "options": {"ocdbt": True}},
+    "zarr": {"format": "zarr", "options": CHECKED},
+    "zarr, small chunks": {"format": "zarr", "options": {"max_chunk_bytes": 90} | CHECKED},
+    "zarr, zstd": {"format": "zarr", "options": {"compression": "zstd", "max_chunk_bytes": 100} | CHECKED},
+    "ocdbt": {"format": "zarr", "options": {"ocdbt": True} | CHECKED},
 }
 DTYPES = [
     "float32",
@@ -124,11 +125,28 @@ def test_a_single_file_has_the_fingerprints_of_the_tree(small_pieces, tmp_path):
     assert inspect(tmp_path / "a.safetensors").trees[""].fingerprints == fingerprint(tree)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"max_chunk_bytes": 90}, {"compression": "zstd"}, {"ocdbt": True}], ids=str
+)
+def test_a_leaf_in_host_memory_has_its_fingerprint_in_every_layout(small_pieces, tmp_path, options):
+    tree = {"numpy": numbers("float32", (11, 7)), "jax": jnp.asarray(numbers("bfloat16", (16, 24)))}
+    save(tree, tmp_path, format="zarr", options=options)
+    assert inspect(tmp_path).trees[""].fingerprints == fingerprint(tree)
+
+
+def test_columns_in_chunks_of_their_own_have_a_fingerprint_if_checksums_are_asked_for(small_pieces, tmp_path):
+    tree = {"w": jax.device_put(numbers("float32", (16, 24)), layouts()["columns"])}
+    save(tree, tmp_path / "a", format="zarr")
+    save(tree, tmp_path / "b", format="zarr", options=CHECKED)
+    assert inspect(tmp_path / "a").trees[""].fingerprints == {"w": None}
+    assert inspect(tmp_path / "b").trees[""].fingerprints == fingerprint(tree)
+
+
 def test_leaves_of_more_than_one_piece_of_usual_size_keep_their_fingerprint(tmp_path):
     array = np.random.default_rng(1).standard_normal((700, 777), np.float32)
     tree = {"w": jax.device_put(array[:, :776], layouts()["columns"]), "v": array}
     for kind in ("safetensors", "zarr"):
-        save(tree, tmp_path / kind, format=kind)
+        save(tree, tmp_path / kind, format=kind, options=CHECKED)
         assert inspect(tmp_path / kind).trees[""].fingerprints == fingerprint(tree)
 
 

@@ -13,7 +13,7 @@ from support.meshes import layouts
 FORMATS = {
     "safetensors": {},
     "zarr": {"format": "zarr"},
-    "zstd": {"format": "zarr", "options": {"compression": "zstd"}},
+    "zstd": {"format": "zarr", "options": {"compression": "zstd", "checksums": True}},
     "ocdbt": {"format": "zarr", "options": {"ocdbt": True}},
 }
 
@@ -102,6 +102,14 @@ def test_a_checkpoint_of_another_program_has_no_digests_to_compare_with(tmp_path
     save_file({"w": np.ones(3)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"the record has no digests of 1 leaf: w\. Compare with the data"):
         same({"w": np.ones(3)}, tmp_path / "model.safetensors")
+
+
+def test_shards_that_were_compressed_need_checksums(tmp_path):
+    save(tree(), tmp_path, format="zarr", options={"compression": "zstd"})
+    with pytest.raises(
+        ValueError, match=r"no digests of 1 leaf: w\..*SaveOptions\(checksums=True\) records them"
+    ):
+        same(tree(), tmp_path)
 
 
 def test_a_checkpoint_that_is_not_there_is_an_error(tmp_path):

@@ -104,8 +104,9 @@ def batches_of(source: Source, cut: Sequence[Piece], numbers: Sequence[int]) -> 
 def note_fingerprints(
     files: Sequence[PlannedFile], block: int, staging: Staging, threads: int, *, costly: bool
 ) -> None:
-    """Add the fingerprint to each leaf that the digests of its extents will not give. Skip leaves that are not in host
-    memory unless `costly`: they would be copied from their device, or read from their file, a second time."""
+    """Add the fingerprint to each leaf that the digests of its extents will not give. Unless `costly`, skip leaves that
+    are not one array in host memory: their rows would be put together, copied from a device or read from a file, for
+    the fingerprint alone."""
     planned: dict[str, list[PlannedExtent]] = {}
     for file in files:
         for extent in file.extents:
@@ -118,7 +119,7 @@ def note_fingerprints(
 
 def _lacks(extents: Sequence[PlannedExtent], block: int, costly: bool) -> bool:
     source = extents[0].source
-    if not costly and not all(is_in_memory(array) for _, array in source.boxes):
+    if not costly and not (len(source.boxes) == 1 and is_in_memory(source.boxes[0][1])):
         return False
     return recorded_fingerprint(source.entry(tuple(one.extent(0) for one in extents)), block) is None
 
