@@ -133,3 +133,11 @@ def test_that_reader_cuts_large_arrays_into_the_same_pieces(tmp_path):
     assert len(checkpoint.inspect(tmp_path / "saved").trees[""].leaves["deep"].extents[0].digests) > 32
     found = read(tmp_path / "saved")[""]
     assert all(np.array_equal(found[name], array) for name, array in tree.items())
+
+
+@pytest.mark.parametrize("kind", ["checksums", "directory", "file"])
+def test_old_records_have_the_fingerprints_of_what_they_hold(kind):
+    (path,) = (ROOT / "tests/compat/releases/0.1.0").glob(f"{kind}")
+    path = next(path.glob("*.safetensors"), path) if kind == "file" else path
+    recorded = checkpoint.inspect(path).trees[""].fingerprints
+    assert recorded == checkpoint.fingerprint(checkpoint.load(path))
