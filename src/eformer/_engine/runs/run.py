@@ -365,7 +365,10 @@ class Run:
         if self._check_replicas and done.step % self._check_replicas == 0:
             check_replicas(self.path, done.step, done.state(), self._options.timeout)
         self._progress.note(done)
-        self._look_ahead()
+        if self._has_begun:
+            self._requests.watch()
+        else:
+            self._look_ahead()
         why = self._why(done.step)
         if why == "signal":  # the last chance to save
             return self._save_last(done)
@@ -413,11 +416,14 @@ class Run:
 
         Then wait for the deletion of old steps, for at most half a minute.
         """
+        self._wait_for_saves(timeout)
+        self._upkeep.wait(timeout)
+
+    def _wait_for_saves(self, timeout: float | None = None) -> None:
         if self._near:
             self._near.wait(timeout)
         for series in self._all_series():
             series.under_way.wait(timeout)
-        self._upkeep.wait(timeout)
 
     def _look_ahead(self) -> None:
         """List the steps of a bucket while the first steps are done: the first save has to know them."""
@@ -486,9 +492,15 @@ class Run:
         for series in self._all_series():
             series.under_way.log_failures()
         pending = self._save(done, "signal")
-        self.wait()
+        self._wait_for_saves()
         self.stopping = True
         return pending
+
+    @uninterrupted
+    def _save_unsaved(self) -> None:
+        """Save the last step if it is not saved, and was kept for this."""
+        if (last := self._progress.unsaved()) is not None:
+            self._save(last, "end")
 
     def _near_is_better(self, near: NearTier) -> bool:
         """Tell whether only a near step will be saved before the notice is over. All processes get the same answer."""
@@ -553,10 +565,8 @@ class Run:
             if self._near:
                 self._near.wait()
             if error is None:
-                if (last := self._progress.unsaved()) is not None:
-                    self._save(last, "end")
-                for series in self._all_series():
-                    series.under_way.wait()
+                self._save_unsaved()
+                self._wait_for_saves()
                 self._progress.warn_of_unsaved()
             else:
                 for series in self._all_series():
