@@ -62,6 +62,7 @@ CHECKPOINT = {
     "convert": "(source, destination, *, to=None, step=None, prefix=None, root=None, keys=None, rename=None, dtype=None, config=None, "
     "max_shard_bytes=None, memory=None, dry_run=False, allow_missing=False, progress=None, dequant=None)",
     "diff": "(a, b, *, prefix=None, progress=None)",
+    "fingerprint": "(tree, *, timeout=None)",
     "follow": "(path, *, after=None, poll=10.0, timeout=None)",
     "inspect": "(path, *, step=None)",
     "latest": "(path)",
@@ -75,6 +76,7 @@ CHECKPOINT = {
     "register_node": "(kind)",
     "request_save": "(path, *, timeout=600.0)",
     "report": "(path, against=None, *, values=True, prefix=None, step=None, keep=None, memory=None, progress=None)",
+    "same": "(tree, path, *, prefix=None, timeout=None)",
     "save": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions(), overwrite=False, "
     "progress=None)",
     "save_async": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions(), "
@@ -229,6 +231,7 @@ def test_the_engine_offers_what_is_documented_and_no_more():
         "Placement",
         "Pruned",
         "Report",
+        "Same",
         "Resumed",
         "Run",
         "SaveOptions",

@@ -207,6 +207,11 @@ def _signatures() -> dict[str, Any]:
     return {"state": saved, "run": checkpoint.Run("run")}
 
 
+@stage("docs/guides/is-this-what-was-saved.md")
+def _same() -> dict[str, Any]:
+    return {"state": state()}
+
+
 @stage("docs/guides/the-manager.md")
 def _manager() -> dict[str, Any]:
     return {"state": state(), "mesh": mesh("model"), "P": P}

@@ -9,6 +9,8 @@ request_save             ask the job that writes a run to save at its next step
 load                     load a tree onto any mesh, with LoadOptions; with return_report, return a LoadReport, too
 abstract                 give the shapes and dtypes of a saved tree, in its structure
 open, inspect            look at the leaves of a checkpoint without loading it; return a View, an Inspection
+fingerprint              compute a digest of each leaf of a tree in memory, the one that inspect shows
+same                     compare a tree in memory with the record of a checkpoint; return a Same
 verify                   check every byte against its digest; return a Verification
 sign                     sign every byte with a private key; `load` and `verify` check it with the public key
 diff                     compare two checkpoints; return a Diff
@@ -43,6 +45,7 @@ _NAMES = {
     "runs.resume": "Resumed",
     "runs.run": "Run",
     "formats.run_steps": "Step best latest steps",
+    "saving.live": "Same fingerprint same",
     "saving.pending": "Pending wait",
     "saving.start": "save save_async",
     "stores.store_options": "store_options",
@@ -80,6 +83,9 @@ if TYPE_CHECKING:
     from eformer._engine.runs.requests import request_save as request_save
     from eformer._engine.runs.resume import Resumed as Resumed
     from eformer._engine.runs.run import Run as Run
+    from eformer._engine.saving.live import Same as Same
+    from eformer._engine.saving.live import fingerprint as fingerprint
+    from eformer._engine.saving.live import same as same
     from eformer._engine.saving.pending import Pending as Pending
     from eformer._engine.saving.pending import wait as wait
     from eformer._engine.saving.start import save as save

@@ -138,6 +138,7 @@ def tree_facts(tree: TreeEntry) -> Facts:
 
 def leaf_facts(tree: TreeEntry) -> Iterator[Facts]:
     """Yield the facts of each leaf: arrays first, then plain values."""
+    fingerprints = tree.fingerprints
     for name, entry in tree.leaves.items():
         yield {
             "name": name,
@@ -145,9 +146,10 @@ def leaf_facts(tree: TreeEntry) -> Iterator[Facts]:
             "shape": list(entry.logical_shape),
             "bytes": entry.nbytes,
             "sharding": sharding_text(entry.sharding),
+            "fingerprint": fingerprints[name],
         }
     for name, value in tree.raw_values.items():
-        yield {"name": name, "value": value_from_json(value)}
+        yield {"name": name, "value": value_from_json(value), "fingerprint": fingerprints[name]}
 
 
 def sharding_text(sharding: RecordedSharding | None) -> str:

@@ -24,6 +24,7 @@ from eformer._engine.record.text import count, few
 from eformer._engine.runs.clock import Clock
 from eformer._engine.runs.done import Done
 from eformer._engine.runs.near import NearTier
+from eformer._engine.runs.replicas import check_replicas
 from eformer._engine.runs.requests import Requests
 from eformer._engine.runs.resume import Job, Resumed, reasons_to_put_aside, rule_of_best
 from eformer._engine.runs.retention import steady_clock
@@ -86,6 +87,9 @@ class Run:
                due for both is saved to `path` alone
     fresh      start anew in a directory that has steps: the first save puts them aside under other names
                (`step-100.old`), and removes near steps. Not with `resume`
+    check_replicas
+               compare the copies of arrays on different devices and processes after every so many steps, before the
+               step is saved. ReplicaError names the leaves and the processes that differ
 
     Attributes:
 
@@ -121,8 +125,14 @@ class Run:
         options: SaveOptions | Mapping[str, Any] = _DEFAULT,
         near: Near | None = None,
         fresh: bool = False,
+        check_replicas: int | None = None,
     ) -> None:
         self.path = absolute(path)
+        if check_replicas is not None and check_replicas < 1:
+            raise ValueError(
+                f"check_replicas={check_replicas}: expected a number of steps, at least 1, or None"
+            )
+        self._check_replicas = check_replicas
         self.step = 0
         self.stopping = False
         rules, self._keep = every_from(every), keep_from(keep)
@@ -352,6 +362,8 @@ class Run:
         done = Done(checked_number(step), tree, data, metrics, metadata)
         # Before the rules: a loop that counts from zero gets the error at its first step, saved or not.
         self._refuse_earlier(done.step)
+        if self._check_replicas and done.step % self._check_replicas == 0:
+            check_replicas(self.path, done.step, done.state(), self._options.timeout)
         self._progress.note(done)
         if self._has_begun:
             self._requests.watch()
