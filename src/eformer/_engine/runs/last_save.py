@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING
 
 from eformer.errors import SupersededError
@@ -49,6 +50,8 @@ class LastSave:
         if (error := pending.exception()) is None:
             self._failures = 0
             return
+        if isinstance(error, CancelledError):  # by its caller, who has the handle of the save
+            return
         self._failures += 1
         if self._failures > self._tolerate or isinstance(error, SupersededError):
             raise error
@@ -57,5 +60,6 @@ class LastSave:
     def log_failure(self) -> None:
         """Wait for the save, and log its error: the caller raises another error, or has a last save to do."""
         pending, self.pending = self.pending, None
-        if pending is not None and (error := pending.exception()) is not None:
+        error = pending.exception() if pending is not None else None
+        if error is not None and not isinstance(error, CancelledError):
             logger.error("%s failed", pending, exc_info=error)

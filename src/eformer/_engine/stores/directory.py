@@ -17,13 +17,14 @@ import logging
 import os
 import stat
 import sys
+import time
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from eformer._engine.record.names import is_inside
-from eformer._engine.tasks.interrupts import let_through
+from eformer._engine.tasks import interrupts
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -599,7 +600,10 @@ def lock(descriptor: int, *, shared: bool = False) -> None:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)  # nearly always free
         except BlockingIOError:
             # The caller closes the descriptor after any error, which releases the lock.
-            let_through(partial(fcntl.flock, descriptor, kind))
+            if interrupts.given_up.get():  # only a signal would interrupt the call of the system
+                interrupts.wait_until(partial(_is_locked_after, descriptor, kind))
+            else:
+                interrupts.let_through(partial(fcntl.flock, descriptor, kind))
         _locked[descriptor] = os.fstat(descriptor)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
@@ -607,6 +611,15 @@ def lock(descriptor: int, *, shared: bool = False) -> None:
         logger.debug(
             "this file system has no locks; do not save to one directory from several processes at once"
         )
+
+
+def _is_locked_after(descriptor: int, kind: int, seconds: float | None) -> bool:
+    """Wait, and tell whether the lock could be taken then."""
+    time.sleep(seconds or 0)
+    with suppress(BlockingIOError):
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 def try_lock(descriptor: int) -> None:
