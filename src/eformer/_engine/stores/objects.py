@@ -43,7 +43,7 @@ _MOST_READS = 8  # reads of an object that is replaced all the time
 _MOST_SWAPS = 8  # tries to replace an object, while the result of the last one is not known
 # Seconds that a request may still take in work that is given up. A write that is answered can be undone; after a write
 # that is cancelled, the object may appear at any time.
-_GRACE = 2.0
+_GRACE = 10.0
 # An ETag and a generation that no object has.
 _WRONG = '"00000000000000000000000000000000"\n999999999999999999'
 
@@ -425,6 +425,7 @@ class Stream:
             if self._future.cancelled():
                 break
             yield chunk
+        interrupts.check()
         self._has_all = True  # first: `may_appear` is asked after `cancel`
         if self._future.cancelled():
             raise InterruptedError("the upload was cancelled")
