@@ -70,6 +70,8 @@ def write(
     """
     nbytes = sum(file.nbytes for file in files if not file.is_there)
     upload.nbytes = nbytes
+    if upload.takes != "files":  # a database may compress them
+        upload.require_room(sum(map(_least_bytes, files)))
     if nbytes <= block:
         threads = min(threads, len(files))  # a file of this size is one task
     run_all(_Writer(upload, block, staging, meter, header, at_source).tasks(files), threads)
@@ -225,6 +227,11 @@ def _counting(write: _Write, meter: Meter) -> _Write:
         meter.add(len(data))
 
     return count
+
+
+def _least_bytes(file: PlannedFile) -> int:
+    """Return the bytes that a file adds at least: the length of compressed chunks is not known yet."""
+    return 0 if file.is_there or any(extent.coding for extent in file.extents) else file.nbytes
 
 
 def _is_small(file: PlannedFile, block: int) -> bool:
