@@ -1,6 +1,7 @@
 """A small server of objects on loopback, with the interface that S3 and the XML API of Google share.
 
-It can ignore the conditions of requests, as some servers do, and refuse everything with a status of choice.
+It can ignore the conditions of requests, as some servers do, refuse everything with a status of choice,
+and refuse to be written to.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ def serving(*, honours_conditions=True):
         server.url = f"http://127.0.0.1:{server.server_port}"
         server.objects, server.requests, server.generations, server.times = {}, [], {}, {}
         server.honours_conditions, server.refuse_with = honours_conditions, None
+        server.is_read_only = False
         server.changes = threading.Lock()
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
@@ -44,6 +46,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.requests.append((self.command, self.path, dict(self.headers)))
         if self.server.refuse_with:
             self.answer(*self.server.refuse_with)
+            return
+        if self.server.is_read_only and self.command not in ("GET", "HEAD"):
+            self.answer(403, b"<Error><Code>AccessDenied</Code></Error>")
             return
         with self.server.changes:
             getattr(self, self.command.lower())()
