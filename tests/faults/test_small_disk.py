@@ -1,7 +1,6 @@
 """A real disk that is full: the save says so, and the checkpoint that was there still is."""
 
 import errno
-
 import re
 import shutil
 from unittest import mock
@@ -57,9 +56,9 @@ def test_a_save_that_cannot_fit_says_so_before_its_first_byte(small_disk):
 def test_a_save_waits_for_the_room_of_a_removal_that_is_under_way(small_disk):
     place, tree = small_disk.place, {"w": np.arange(50_000.0)}
     save(tree, place / "old")
-    with small_disk.filled_but_for(pages=40):
-        with mock.patch.object(new_files.time, "sleep", lambda _: shutil.rmtree(place / "old")):
-            save(tree, place / "new")
+    removal = mock.Mock(side_effect=lambda _: shutil.rmtree(place / "old"))
+    with small_disk.filled_but_for(pages=40), mock.patch.object(new_files.time, "sleep", removal):
+        save(tree, place / "new")
     assert load(place / "new")["w"][-1] == 49_999
 
 

@@ -32,7 +32,7 @@ def test_a_save_that_one_process_cancels_fails_in_all_and_leaves_nothing(two, tm
 
 def check(outcomes, rank):
     """Check the errors of all ranks, and return the answer of the rank that cancelled."""
-    was_stopped, kind, text = outcomes[rank]
+    was_stopped, kind, _ = outcomes[rank]
     _, other, said = outcomes[1 - rank]
     if was_stopped:
         assert (kind, other) == ("CancelledError", "ProcessError")

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import weakref
-from concurrent.futures import CancelledError, TimeoutError
+from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest

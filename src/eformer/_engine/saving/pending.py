@@ -1,4 +1,8 @@
-"""Saves in the background: carry them out in threads, wait for them, report their errors."""
+"""Saves in the background: carry them out in threads, wait for them, cancel them, report their errors.
+
+Tests: tests/engine/saving/test_pending.py, tests/engine/saving/test_cancel.py, tests/faults/test_cancel.py,
+tests/multihost/test_cancel.py.
+"""
 
 from __future__ import annotations
 
@@ -79,8 +83,14 @@ class Pending:
     def cancel(self) -> bool:
         """Stop the save, unless its commit has begun. Return True if it is stopped: the path stays as it was.
 
-        The save removes its files, and then gives its turn to the next save. `result` and `await` raise CancelledError.
-        Return False if the save is over, or goes on to its end. Does not wait: after `exception()` nothing is left.
+        The save removes its files, and then gives its turn to the next save; `exception()` waits for that. `result`
+        raises `concurrent.futures.CancelledError`, and `await` raises `asyncio.CancelledError`. With several processes
+        it fails in all of them. Return False if the save is over, or goes on to its end.
+
+        Example:
+            >>> pending = checkpoint.save_async(state, "run/step-500")
+            >>> if pending.cancel():
+            ...     pending.exception()  # nothing of it is left
         """
         if is_stopped := self._stop.ask(interrupts.StoppedError("the save was cancelled")):
             self.was_asked = True

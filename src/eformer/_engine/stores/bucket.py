@@ -349,7 +349,10 @@ class BucketUpload:
         # bars this save in the index and removes its objects.
         is_over = self._stage == "committed" or (self._stage == "open" and not self._is_doubtful)
         try:
-            with suppress(OSError), clearing_up(is_urgent=self._is_unanswered):  # the next save removes the rest
+            with (
+                suppress(OSError),
+                clearing_up(is_urgent=self._is_unanswered),
+            ):  # the next save removes the rest
                 if self._unpublished:
                     self._unpublished.cancel()
                 self._withdraw()

@@ -5,7 +5,8 @@ relative to the descriptor, so swapping a directory on the path cannot redirect 
 link and crosses no mount. Readers may cross mounts, and may follow a link that ends below the directory or in the
 blobs of a cache of Hugging Face.
 
-Tests: tests/engine/stores/test_directory.py, tests/faults/test_read_only.py, tests/engine/stores/test_links.py, tests/engine/stores/test_neighbours.py.
+Tests: tests/engine/stores/test_directory.py, tests/engine/stores/test_links.py, tests/engine/stores/test_neighbours.py,
+tests/faults/test_read_only.py.
 """
 
 from __future__ import annotations

@@ -307,7 +307,9 @@ def _free_bytes(descriptor: int) -> int | None:
     if _kind_of_file_system(descriptor) not in _UNCOMPRESSED:
         return None
     status = os.fstatvfs(descriptor)
-    return status.f_frsize * (status.f_bavail if os.geteuid() else status.f_bfree) if status.f_blocks else None
+    return (
+        status.f_frsize * (status.f_bavail if os.geteuid() else status.f_bfree) if status.f_blocks else None
+    )
 
 
 def _syncfs(descriptor: int) -> bool:

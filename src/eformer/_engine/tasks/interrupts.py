@@ -200,9 +200,7 @@ def go_on_to_the_end() -> None:
         stop.check()  # it may have been asked for in between
 
 
-def wait_until(
-    until: Callable[[float | None], T], timeout: float | None = None, *, grace: float = 0.0
-) -> T:
+def wait_until(until: Callable[[float | None], T], timeout: float | None = None, *, grace: float = 0.0) -> T:
     """Call `until(seconds)` until it returns something true, for at most `timeout` seconds. Notice a Ctrl-C meanwhile,
     and work that is given up for at least `grace` seconds.
 
