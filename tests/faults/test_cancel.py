@@ -85,7 +85,8 @@ def test_a_save_to_a_bucket_that_is_cancelled_at_any_request_leaves_no_object_an
     url = bucket_faults.new_url()
     scene = bucket_faults.Scene.of(layout, name, url)
     bucket_faults.forget_all(url)
-    assert True in set(struck(lambda at: cancelled_in_bucket(scene, url, at), (layout, name), STRIDE))
+    stride = 1 if layout.suffix else STRIDE  # a single file is a few requests
+    assert True in set(struck(lambda at: cancelled_in_bucket(scene, url, at), (layout, name), stride))
 
 
 @pytest.fixture(scope="module")

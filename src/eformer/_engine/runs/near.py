@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import logging
 import re
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,6 +134,7 @@ class NearTier:
         )
         self._epochs, self._epoch = _Epochs(), ""
         self._pending: Pending | None = None
+        self.took: float | None = None  # seconds from the hand-over of the last save to its commit
 
     # -------------------------------------------------------------------------------------- resume
 
@@ -225,7 +227,7 @@ class NearTier:
 
     def is_due(self, step: int) -> bool:
         """Tell whether it is time for a near step. All processes get the same answer."""
-        by_clock = self._clock.is_due(step, minutes_due(self._every, step), is_asked=False)
+        by_clock = self._clock.is_due(step, minutes_due(self._every, step))
         return is_due(self._every, step) or by_clock
 
     def note_save(self, step: int) -> None:
@@ -251,12 +253,14 @@ class NearTier:
         self._pending = Pending(path)
         self.note_save(done.step)
         try:
-            self._pending.start(functools.partial(self._carry_out, save), afterwards=compile_copies)
+            self._pending.start(
+                functools.partial(self._carry_out, save, time.monotonic()), afterwards=compile_copies
+            )
         except BaseException:  # no thread could be started: later saves must not wait for this one
             save.turn.end()
             raise
 
-    def _carry_out(self, save: Save) -> None:
+    def _carry_out(self, save: Save, began: float) -> None:
         """Remove all but the last whole steps, then write the new step."""
         try:
             # Computed arrays prove that every process has finished the last step but one.
@@ -269,6 +273,7 @@ class NearTier:
             save.turn.end()
             raise
         complete(save)
+        self.took = time.monotonic() - began
 
     def _remove(self, step: NearStep) -> None:
         near, epoch = self._process.parent, f"{self._process.name}/{step.epoch}"

@@ -15,8 +15,8 @@ from eformer._engine.processes.hosts import meeting
 from eformer._engine.record.policies import StepFacts, ranked
 from eformer._engine.record.text import count, few, glance
 from eformer._engine.record.values import json_decoder
-from eformer._engine.runs.done import set_position
 from eformer._engine.runs.near import NearStep
+from eformer._engine.runs.positions import set_position
 from eformer._engine.runs.retention import put_aside
 from eformer._engine.runs.steps import facts_of_run, path_to_step, steps_if_there
 from eformer._engine.tasks.interrupts import is_of_caller
@@ -135,9 +135,16 @@ class Job:
     near: NearTier | None
     timeout: float | None
 
-    def agree(self, *, claims: bool, fresh: bool, rule: Keep | None = None) -> AgreedSteps:
+    def agree(
+        self,
+        *,
+        claims: bool,
+        fresh: bool,
+        rule: Keep | None = None,
+        listed: Callable[[], Sequence[Step]] | None = None,
+    ) -> AgreedSteps:
         """Agree on the steps: the steps of the run that the first process lists, and the near steps that all processes
-        hold.
+        hold. `listed` returns the steps of the run if they are listed already.
 
         With `claims`, this job becomes the writer first. A job that is the writer already raises SupersededError if
         another job has taken over. With a `rule`, rank the steps of the run by its metric.
@@ -149,7 +156,7 @@ class Job:
             _require_alike([one.fresh for one in held])
             if claims:
                 self.writer.claim()
-            there = steps_if_there(self.path)
+            there = listed() if listed else steps_if_there(self.path)
             common, epochs = near.in_common([one.near for one in held]) if near else ([], [])
             best = self._ranked(there, rule) if rule else []
             far = [step.number for step in there]
@@ -248,11 +255,13 @@ class Job:
                 )
             hosts.meet(b"", lambda _: b"")
 
-    def put_aside(self, why: Callable[[Step], str | None]) -> list[str]:
-        """Rename steps in the first process, before any process goes on. Return their old names."""
+    def put_aside(self, why: Callable[[Step], str | None], also: Sequence[str] = ()) -> list[str]:
+        """Rename steps of the run, and of the directories in `also`, in the first process, before any process goes on.
+        Return the old names of the steps of the run."""
 
         def answer(_: Sequence[bytes]) -> bytes:
-            return msgspec.json.encode(put_aside(self.path, why, self.writer.check))
+            found = [put_aside(path, why, self.writer.check) for path in (self.path, *also)]
+            return msgspec.json.encode(found[0])
 
         with meeting("runs", self.timeout) as hosts:
             return msgspec.json.decode(hosts.meet(b"", answer), type=list[str])
