@@ -122,7 +122,7 @@ def test_a_cancelled_save_gives_a_put_that_hangs_some_time_and_keeps_its_lease(a
             await asyncio.sleep(600)
         await put(self, key, data, **how)
 
-    with mock.patch.object(Objects, "_put", hang), mock.patch.object(objects, "_GRACE", 0.2):
+    with mock.patch.object(Objects, "_put", hang), mock.patch.object(objects, "_GIVEN_UP", 0.2):
         pending = save_async({"w": np.arange(9.0)}, url)
         assert hangs.wait(10)
         assert pending.cancel()

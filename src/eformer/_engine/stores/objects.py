@@ -43,7 +43,7 @@ _MOST_READS = 8  # reads of an object that is replaced all the time
 _MOST_SWAPS = 8  # tries to replace an object, while the result of the last one is not known
 # Seconds that a request may still take in work that is given up. A write that is answered can be undone; after a write
 # that is cancelled, the object may appear at any time.
-_GRACE = 10.0
+_GIVEN_UP = 10.0
 # An ETag and a generation that no object has.
 _WRONG = '"00000000000000000000000000000000"\n999999999999999999'
 
@@ -331,7 +331,7 @@ class _Request:
         """Wait for the result, `limit` seconds at most. Cancel the request if the wait ends early."""
         try:
             with cancelled_with_others(future.cancel):
-                return interrupts.result_of(future, limit, grace=_GRACE)
+                return interrupts.result_of(future, limit, grace=_GIVEN_UP)
         except interrupts.StoppedError:
             if future.cancel():
                 raise UnansweredError(str(self.slow())) from None
