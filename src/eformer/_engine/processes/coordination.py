@@ -266,8 +266,7 @@ class Together(Hosts):
 
     def _reason(self, error: BaseException) -> bytes:
         try:
-            said = str(error) if isinstance(error, interrupts.StoppedError) else repr(error)
-            text = str(error) if isinstance(error, ProcessError) else f"{self.name(self.number)}: {said}"
+            text = str(error) if isinstance(error, ProcessError) else f"{self.name(self.number)}: {error!r}"
         except Exception:  # noqa: BLE001  the repr of an error may raise
             text = f"{self.name(self.number)}: {type(error).__name__}"
         return text[:_MAX_REASON].encode(errors="replace")

@@ -332,9 +332,9 @@ class _Request:
         try:
             with cancelled_with_others(future.cancel):
                 return interrupts.result_of(future, limit, grace=_GIVEN_UP)
-        except interrupts.StoppedError:
+        except interrupts.StoppedError as error:
             if future.cancel():
-                raise UnansweredError(str(self.slow())) from None
+                raise UnansweredError(f"{error}; {self.slow()}") from None
             raise  # the pieces of an upload have ended with this error
         except TimeoutError:
             if future.cancel():

@@ -39,6 +39,8 @@ _HELD_BACK = (_SIGINT, int(signal.SIGTERM), int(signal.SIGHUP))
 class StoppedError(Exception):
     """Raised by `check` in work that its caller has cancelled."""
 
+    __repr__ = Exception.__str__  # for the messages of other processes
+
 
 class Stop:
     """Asks the work of a context to stop, until the work passes the point from which it goes on to its end."""
