@@ -465,14 +465,20 @@ def prune(
         for name in asked_for if not as_json else ():
             if name not in plan.removed:
                 say(f"leave   {name}: {plan.left[name]}", "cyan")
-        amount = f"{count(len(plan.removed), 'checkpoint')}, {size(plan.nbytes)}"
     if as_json:
-        facts = picked(plan, "directory", "removed", "kept", "left", "other_files", "scores", "nbytes")
+        facts = picked(
+            plan, *("directory", "removed", "kept", "left", "other_files", "scores", "nbytes", "freed")
+        )
         print_json(facts | {"dry_run": dry_run})
     elif not plan.removed:
         click.echo("no checkpoint to remove")
     elif not dry_run:
-        click.echo(f"removed {amount}")
+        freed = size(plan.freed)
+        if plan.freed < plan.nbytes:
+            freed = f"{freed} of {size(plan.nbytes)} freed: checkpoints that stay share the rest"
+        else:
+            freed = f"{freed} freed"
+        click.echo(f"removed {count(len(plan.removed), 'checkpoint')}, {freed}")
 
 
 def _confirm(question: str) -> None:
