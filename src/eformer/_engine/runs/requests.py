@@ -27,6 +27,7 @@ import logging
 import secrets
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable
 
-    from eformer._engine.runs.writer import Writer
     from eformer._engine.stores.base import Store
 
 logger = logging.getLogger("eformer")
@@ -62,7 +62,7 @@ _numbers = (
 )  # of the runs of this process: all processes make the same runs in the same order
 
 
-class Request(msgspec.Struct, frozen=True):
+class SaveRequest(msgspec.Struct, frozen=True):
     id: str
     job: str
     since: str = ""
@@ -77,8 +77,8 @@ class Request(msgspec.Struct, frozen=True):
 class Requests:
     """The requests to one run, seen from one of its processes. `reached` is called at every step."""
 
-    def __init__(self, writer: Writer) -> None:
-        self._writer, self._store = writer, writer.store
+    def __init__(self, store: Store, job: str) -> None:
+        self._store, self._job = store, job
         self._pause = _ON_DISK if on_disk(self._store) is not None else _IN_BUCKET
         self._board = board(f"requests/{next(_numbers)}")
         self._changed = threading.Condition()
@@ -89,7 +89,8 @@ class Requests:
             -1,
             -1,
         )  # the last step of this process, and the step at which all of them save
-        self._seen: Request | None = None  # the request that waits for an answer; only in the first process
+        self._seen: SaveRequest | None = None  # the request that waits for a save; only in the first process
+        self._last = ""  # the id of the last request that was seen
 
     def ask(self) -> None:
         """Ask for a save at the next step that all processes can agree on. Call it in the first process."""
@@ -115,7 +116,7 @@ class Requests:
             self._at = step
             return 0 <= self._agreed <= step
 
-    def note_save(self, step: int) -> Request | None:
+    def note_save(self, step: int) -> SaveRequest | None:
         """Note that a save has begun. If it answers the request, return the request, for `answer`.
 
         Several processes forget a request only at the step that they have agreed on, or after it: a process that does
@@ -127,12 +128,12 @@ class Requests:
         seen, self._seen = self._seen, None
         return seen
 
-    def answer(self, request: Request, step: int, error: BaseException | None) -> None:
+    def answer(self, request: SaveRequest, step: int, error: BaseException | None) -> None:
         """Write down what became of a request, in the first process. Log a failure, and do not raise it."""
         text = None if error is None else f"{type(error).__name__}: {error}"
         done = msgspec.structs.replace(request, step=step if error is None else None, error=text)
         try:
-            update_file(self._store, REQUEST_FILE, lambda _: msgspec.json.encode(done))
+            update_file(self._store, REQUEST_FILE, partial(_answered, done))
         except (EformerError, OSError) as failure:
             logger.warning("%s: the request could not be answered: %s", self._store.url, failure)
 
@@ -176,16 +177,17 @@ class Requests:
         if self._board.number:
             return self._board.look(f"{number}/asked") is not None
         if self._seen is None and (found := self._open_request()):
-            self._seen, self._is_asked = found, True
+            self._seen, self._last, self._is_asked = found, found.id, True
             logger.info("%s: a save was asked for by request", self._store.url)
         return self._is_asked and self._agreed < 0
 
-    def _open_request(self) -> Request | None:
+    def _open_request(self) -> SaveRequest | None:
         try:
             found = _parsed(read_whole(self._store, REQUEST_FILE)[0])
         except (EformerError, OSError):  # none is there, or the next look finds it
             return None
-        return found if found and found.is_open and found.job == self._writer.id else None
+        is_new = found is not None and found.id != self._last
+        return found if found and is_new and found.is_open and found.job == self._job else None
 
     def _agree(self, number: int) -> None:
         """Agree with all processes on a step that none has reached."""
@@ -228,9 +230,15 @@ class Requests:
 _PATIENCE = 5.0  # seconds that `close` waits for a look that is under way
 
 
-def _parsed(data: bytes | None) -> Request | None:
+def _answered(done: SaveRequest, data: bytes | None) -> bytes | None:
+    """Return the new content of the file; None to leave it to a request that has replaced this one."""
+    there = _parsed(data)
+    return msgspec.json.encode(done) if there is None or there.id == done.id else None
+
+
+def _parsed(data: bytes | None) -> SaveRequest | None:
     try:
-        return None if data is None else json_decoder(Request).decode(data)
+        return None if data is None else json_decoder(SaveRequest).decode(data)
     except MALFORMED_JSON:
         return None
 
@@ -248,7 +256,7 @@ def request_save(path: str | os.PathLike[str], *, timeout: float | None = 600.0)
 
     Example:
 
-        >>> checkpoint.request_save("runs/llama")
+        >>> checkpoint.request_save("runs/llama")  # doctest: +SKIP
         'runs/llama/step-1234'
     """
     store = store_at(path)
@@ -272,7 +280,7 @@ def request_save(path: str | os.PathLike[str], *, timeout: float | None = 600.0)
 def _ask(store: Store, job: str) -> str:
     """Write a request, or join a request that is open. Return its id."""
     since = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
-    new = Request(secrets.token_hex(8), job, since)
+    new = SaveRequest(secrets.token_hex(8), job, since)
     chosen = [new.id]
 
     def asked(data: bytes | None) -> bytes | None:
@@ -285,12 +293,12 @@ def _ask(store: Store, job: str) -> str:
     return chosen[0]
 
 
-def _answer_to(store: Store, asked: str) -> Request | None:
+def _answer_to(store: Store, asked: str) -> SaveRequest | None:
     """Return the answered request; None while it is open."""
     found = _parsed(read_whole(store, REQUEST_FILE)[0])
     if found is None or found.id != asked:
-        return Request(asked, "", error="another request has replaced it; ask again")
+        return SaveRequest(asked, "", error="another request has replaced it; ask again")
     claim = claim_of(store)
     if found.is_open and claim is not None and claim.id != found.job:
-        return Request(asked, "", error=f"another job writes the run since {claim.since}; ask again")
+        return SaveRequest(asked, "", error=f"another job writes the run since {claim.since}; ask again")
     return None if found.is_open else found

@@ -142,7 +142,7 @@ class Run:
         self._job = Job(self.path, self._writer, self._near, self._options.timeout)
         self._signals = Signals(signals)
         self._clock = Clock(self._seconds, self._options.timeout)
-        self._requests = Requests(self._writer)
+        self._requests = Requests(self._writer.store, self._writer.id)
         self._is_told = False
         self._is_fresh, self._has_begun = fresh, False
         self._claiming, self._is_refused = Lock(), False
@@ -262,11 +262,12 @@ class Run:
         if self._has_begun:
             return
         if not self._is_fresh:  # before the claim, which would end the job that writes the run
-            self._refuse_steps(self._job.agree(claims=False, fresh=False, listed=self._listed))
+            agreed = self._job.agree(claims=False, fresh=False, listed=self._listed)
+            self._refuse_steps([step.number for step in agreed.steps])
         if self._is_fresh or self._near:
             agreed = self._job.agree(claims=True, fresh=self._is_fresh)
             if not self._is_fresh:  # another job may have saved one before the claim
-                self._refuse_steps(agreed)
+                self._refuse_steps([step.number for step in agreed.steps])
             else:
                 self._put_all_aside()
             if self._near:
@@ -294,22 +295,20 @@ class Run:
             if self._writer.has_claimed and not self._is_refused:
                 return
             self._writer.claim()
-            there = steps_if_there(self.path)
-            self._is_refused = bool(there)
-            if there:  # another job has saved them since the run was listed
-                self._has_begun = False
-                raise self._refusal(len(there), there[-1].number)
+            try:  # another job may have saved steps since the run was listed
+                self._refuse_steps([step.number for step in steps_if_there(self.path)])
+            except FileExistsError:
+                self._is_refused, self._has_begun = True, False
+                raise
+            self._is_refused = False
 
-    def _refuse_steps(self, agreed: AgreedSteps) -> None:
-        if there := agreed.steps:
-            raise self._refusal(len(there), there[-1].number)
-
-    def _refusal(self, number: int, newest: int) -> FileExistsError:
-        return FileExistsError(
-            f"{self.path} has {count(number, 'step')}, the newest is {newest}, and this job has not resumed from it. "
-            "Call run.resume(...) before the first save to go on from there; or start anew in another directory, or "
-            "here with Run(..., fresh=True), which puts the old steps aside"
-        )
+    def _refuse_steps(self, there: Sequence[int]) -> None:
+        if there:
+            raise FileExistsError(
+                f"{self.path} has {count(len(there), 'step')}, the newest is {there[-1]}, and this job has not "
+                "resumed from it. Call run.resume(...) before the first save to go on from there; or start anew in "
+                "another directory, or here with Run(..., fresh=True), which puts the old steps aside"
+            )
 
     def _go_on(self, step: int | None, agreed: AgreedSteps, skipped: Collection[int] = ()) -> None:
         """Go on from a step, or from zero for None. Remove near steps, and put aside steps, that the run has left
@@ -354,7 +353,10 @@ class Run:
         # Before the rules: a loop that counts from zero gets the error at its first step, saved or not.
         self._refuse_earlier(done.step)
         self._progress.note(done)
-        self._look_ahead()
+        if self._has_begun:
+            self._requests.watch()
+        else:
+            self._look_ahead()
         why = self._why(done.step)
         if why == "signal":  # the last chance to save
             return self._save_last(done)
@@ -402,11 +404,14 @@ class Run:
 
         Then wait for the deletion of old steps, for at most half a minute.
         """
+        self._wait_for_saves(timeout)
+        self._upkeep.wait(timeout)
+
+    def _wait_for_saves(self, timeout: float | None = None) -> None:
         if self._near:
             self._near.wait(timeout)
         for series in self._all_series():
             series.under_way.wait(timeout)
-        self._upkeep.wait(timeout)
 
     def _look_ahead(self) -> None:
         """List the steps of a bucket while the first steps are done: the first save has to know them."""
@@ -475,9 +480,15 @@ class Run:
         for series in self._all_series():
             series.under_way.log_failures()
         pending = self._save(done, "signal")
-        self.wait()
+        self._wait_for_saves()
         self.stopping = True
         return pending
+
+    @uninterrupted
+    def _save_unsaved(self) -> None:
+        """Save the last step if it is not saved, and was kept for this."""
+        if (last := self._progress.unsaved()) is not None:
+            self._save(last, "end")
 
     def _near_is_better(self, near: NearTier) -> bool:
         """Tell whether only a near step will be saved before the notice is over. All processes get the same answer."""
@@ -542,10 +553,8 @@ class Run:
             if self._near:
                 self._near.wait()
             if error is None:
-                if (last := self._progress.unsaved()) is not None:
-                    self._save(last, "end")
-                for series in self._all_series():
-                    series.under_way.wait()
+                self._save_unsaved()
+                self._wait_for_saves()
                 self._progress.warn_of_unsaved()
             else:
                 for series in self._all_series():

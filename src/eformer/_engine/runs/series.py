@@ -21,7 +21,7 @@ from eformer._engine.runs.steps import steps_if_there
 from eformer._engine.saving.pending import Pending, run_in_background
 from eformer._engine.saving.start import start
 from eformer._engine.stores.locate import store_at
-from eformer._engine.trees.nodes import part_of
+from eformer._engine.trees.nodes import subtree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -98,7 +98,7 @@ class Series:
         """
         path, began = self.path_of(done.step), time.monotonic()
         position, tree = done.position(), done.state()
-        tree = tree if self.only is None else part_of(tree, self.only)
+        tree = tree if self.only is None else subtree(tree, self.only)
         save = start(
             tree, path, format=format, metadata=done.metadata, options=_reusing(options), detach=True
         )

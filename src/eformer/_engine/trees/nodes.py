@@ -96,7 +96,7 @@ def at(tree: Any, path: Sequence[Any]) -> Any:
     return tree
 
 
-def part_of(tree: Any, name: str) -> dict[Any, Any]:
+def subtree(tree: Any, name: str) -> dict[Any, Any]:
     """Return nested dicts with only the part of a tree that has this dotted name, under the same name.
 
     Raise StructureError if the tree has no such part.
