@@ -107,10 +107,12 @@ def test_a_run_resumes_in_a_bucket_on_this_machine(monkeypatch):
     Path("train.py").write_text(train.text)
     [block] = [block for block in blocks(page) if "ministack -d" in block.text]
     lines = block.text.replace("4566", port).splitlines()
-    assert lines[0].startswith("pip install ministack")
-    monkeypatch.setenv("PATH", f"{Path(ministack.program()).parent}:{os.environ['PATH']}")
+    assert lines[1] == "~/server-env/bin/pip install ministack"
+    programs_of_server = Path("server-env/bin")
+    programs_of_server.mkdir(parents=True)
+    (programs_of_server / "ministack").symlink_to(ministack.program())
     monkeypatch.setenv("GATEWAY_PORT", port)
-    script = "\n".join(["set -eu", "trap 'ministack --stop || true' EXIT", *lines[1:]])
+    script = "\n".join(["set -eu", "trap '~/server-env/bin/ministack --stop || true' EXIT", *lines[2:]])
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "begins at step 0\nbegins at step 100\n" in done.stdout

@@ -103,6 +103,24 @@ def test_a_directory_without_steps_says_so(tmp_path):
     assert command("steps", tmp_path).stdout == f"no steps in {tmp_path}\n"
 
 
+def test_a_checkpoint_is_no_run(run):
+    shown = command("steps", run / "step-10", code=1).stderr
+    assert "step-10 is a checkpoint, not a run with steps; eformer inspect shows it" in shown
+
+
+def test_inspect_names_the_steps_of_a_run_and_the_step_that_it_shows(run):
+    assert "step-10; step-20; step-30; step-30 is shown" in command("inspect", run).stdout
+    assert "is shown" not in command("inspect", run / "step-30").stdout
+
+
+def test_the_plan_of_prune_says_why_the_step_of_the_resume_stays(run):
+    with Run(run) as again:
+        again.resume()
+        again.save(40, {"w": 0})
+    shown = command("prune", run, "--keep", 1, "--dry-run").stdout
+    assert "keep    step-30: the run resumed from it\nkeep    step-40\n" in shown
+
+
 def test_series_are_counted_as_prune_counts_them(run):
     (run / "step-10").rename(run / "run-10")
     lines = command("steps", run, "--keep", 1).stdout.splitlines()

@@ -139,7 +139,7 @@ def _buckets() -> dict[str, Any]:
 @stage("docs/guides/from-flax.md")
 @stage("docs/guides/from-safetensors.md")
 def _loops() -> dict[str, Any]:
-    return {"directory": str(Path("loop").absolute())}
+    return {}
 
 
 @stage("docs/guides/from-hugging-face.md")
@@ -153,7 +153,7 @@ def _orbax() -> dict[str, Any]:
     checkpoint.save(state(), "saved", prefix="default")
     for step in (1000, 2000):
         checkpoint.convert("saved", f"run/{step}", to="orbax")
-    return {"directory": str(Path("loop").absolute())}
+    return {}
 
 
 @stage("docs/guides/from-pytorch.md")

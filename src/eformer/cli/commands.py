@@ -27,6 +27,7 @@ from eformer.cli.group import (
     with_options,
 )
 from eformer.cli.pages import report, serve
+from eformer.errors import NotFoundError
 
 if TYPE_CHECKING:
     from eformer._engine.formats.run_steps import StepChoice
@@ -497,8 +498,14 @@ def _confirm(question: str) -> None:
 
 
 def _show_plan(plan: Pruned) -> None:
+    from eformer._engine.record.step_names import step_number
+    from eformer._engine.runs.steps import resumed_from
+    from eformer._engine.stores.locate import store_at
+
+    resumed = resumed_from(store_at(plan.directory))
     for name in plan.kept:
-        say(f"keep    {name}")
+        is_start = resumed is not None and step_number(name) == resumed
+        say(f"keep    {name}{': the run resumed from it' if is_start else ''}")
     for name, why in plan.left.items():
         say(f"leave   {name}: {with_options(why)}", "cyan")
     for name in plan.removed:
@@ -524,13 +531,17 @@ def steps(run: str, as_json: bool, **keep: Any) -> None:
     eformer steps ./run
     eformer steps ./run --keep 3
     """
+    from eformer._engine.formats.steps import is_checkpoint
     from eformer._engine.pages.timeline import step_facts
+    from eformer._engine.stores.locate import store_at
 
     found = step_facts(run, options.rules_from(**keep))
     if as_json:
         print_json({"run": run, "steps": found})
         return
     if not found:
+        if is_checkpoint(store_at(run)):
+            raise NotFoundError(f"{run} is a checkpoint, not a run with steps; eformer inspect shows it")
         say(f"no steps in {run}")
         return
     from eformer.cli import terminal

@@ -35,6 +35,7 @@ from eformer._engine.formats.zarr import read as arrays
 from eformer._engine.record.indexes import INDEX, MANIFEST, ORBAX_TREE
 from eformer._engine.record.names import with_nearest
 from eformer._engine.record.signature import Verifier, signature_name
+from eformer._engine.record.step_names import OF_RUN
 from eformer._engine.record.text import few
 from eformer._engine.stores.local import is_there, on_disk, resolved
 from eformer._engine.stores.locate import locate, store_at
@@ -255,7 +256,8 @@ def _missing(store: Store, name: str) -> NoReturn:
         raise NotFoundError(f"no checkpoint at {store.path_to(name)}: {store.url} does not exist")
     if other := files.name_tensorflow(name, there):
         raise FormatError(f"{store.url}: {other}")
-    _, hint = next(with_nearest([name], there))
+    step = f"{OF_RUN}{name}"  # the caller gave the number alone
+    _, hint = next(with_nearest([step if step in there else name], there))
     raise NotFoundError(f"no checkpoint at {store.path_to(name)}{hint}")
 
 

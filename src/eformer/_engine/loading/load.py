@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from eformer._engine.formats.find import ReplacedError, reading, reread_all
@@ -275,6 +276,8 @@ def request_from(
     """Return the arguments of `load` as a request. Raise ValueError for arguments that exclude each other."""
     if like is not None and into is not None:
         raise ValueError("pass like= or into=, not both")
+    if isinstance(like, (FunctionType, MethodType)):
+        raise TypeError("`like` is a function; call it, or pass jax.eval_shape of it")
     if signed_by is not None and mmap:
         raise ValueError("mmap=True excludes signed_by=: mapped files may change after they were checked")
     options = options_from(options, LoadOptions)

@@ -50,6 +50,11 @@ class PlacementRequest:
     is_current_mesh: bool = False
 
     def __post_init__(self) -> None:
+        if callable(self.rules):
+            raise TypeError(
+                f"{self.rules_name}= is a function; expected pairs of a pattern and a PartitionSpec. "
+                "shardings= takes a function of each leaf"
+            )
         if not isinstance(
             self.rules, (Mapping, type(None))
         ):  # a load may start again, and the first attempt would use up an iterator
