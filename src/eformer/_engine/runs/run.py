@@ -432,7 +432,7 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         try:
             if self._near:
-                self._near.wait()
+                self._near.close()
             if error is None:
                 self.wait()
                 self._progress.warn_of_unsaved()
