@@ -56,6 +56,7 @@ class Line:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else short messages wait for 40 ms
         self.peer = ":".join(map(str, connection.getpeername()[:2]))
 
     def send(self, message: bytes | memoryview, seconds: float = SECONDS) -> None:
