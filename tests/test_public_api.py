@@ -72,6 +72,7 @@ CHECKPOINT = {
     "prune": "(directory, *, keep, pattern=None, foreign=False, check=False, dry_run=False)",
     "register_module": "(kind, *, state, update=None, build=None)",
     "register_node": "(kind)",
+    "request_save": "(path, *, timeout=600.0)",
     "report": "(path, against=None, *, values=True, prefix=None, step=None, keep=None, memory=None, progress=None)",
     "save": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions(), overwrite=False, "
     "progress=None)",

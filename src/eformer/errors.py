@@ -16,6 +16,7 @@ EformerError
 ├── TransferError    (OSError)      an array arrived damaged on a device, twice, or from it
 ├── ProcessError     (RuntimeError) another process failed, or made a different call
 │   └── ProcessTimeoutError         another process did not answer in time; also a TimeoutError
+├── SaveRequestError (RuntimeError) a job that was asked for a save has not saved
 ├── SupersededError  (RuntimeError) another job has become the writer of a run
 └── LeaseLostError   (RuntimeError) a save to a bucket took so long that another save removed its files
 
@@ -137,6 +138,10 @@ class ProcessError(EformerError, RuntimeError):
 
 class ProcessTimeoutError(ProcessError, TimeoutError):
     """Another process of the same save or load did not answer in time."""
+
+
+class SaveRequestError(EformerError, RuntimeError):
+    """The job that was asked for a save has not saved: the save failed, or another job writes the run."""
 
 
 class SupersededError(EformerError, RuntimeError):

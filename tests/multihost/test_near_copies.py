@@ -66,11 +66,18 @@ def test_killed_processes_of_which_one_has_lost_its_host_resume_bit_for_bit(two,
     assert [outcome[1:] for outcome in outcomes] == [outcome[1:] for outcome in whole]
 
 
-def test_all_resume_from_the_far_step_if_a_part_is_lost_with_its_copy(two, far, near):
+def test_all_resume_from_the_far_step_if_a_part_is_lost_with_its_copy(jobs, far, near):
+    succeed(jobs(4, 1).run("near_apart", far, near, [0, 1, 2, 3], 29))
+    for lost in (1, 2):  # host 2 has the copy of the part that host 1 has
+        shutil.rmtree(near / f"host-{lost}")
+    assert resumed(jobs(4, 1), far, near, [0, 1, 2, 3]) == [(20, [])] * 4
+
+
+def test_an_older_near_step_is_taken_if_the_newest_lacks_a_part(two, far, near):
     succeed(two.run("near_apart", far, near, APART, 29))
     shutil.rmtree(own(near, 0, 27))
     shutil.rmtree(near / "host-1")
-    assert resumed(two, far, near, APART) == [(20, [])] * 2
+    assert resumed(two, far, near, APART) == [(24, [])] * 2
 
 
 def test_without_copies_a_lost_host_makes_all_resume_from_the_far_step(two, far, near):

@@ -5,6 +5,7 @@ wait                     wait for every save_async of this process
 Run                      save the steps of a training run by rule (Every, Keep, Near), and resume it (Resumed, Step)
 steps, latest            list the steps of a run; the path of the newest one
 follow, score            look at a run from another job: wait for its steps, add metrics to them
+request_save             ask the job that writes a run to save at its next step
 load                     load a tree onto any mesh, with LoadOptions; with return_report, return a LoadReport, too
 abstract                 give the shapes and dtypes of a saved tree, in its structure
 open, inspect            look at the leaves of a checkpoint without loading it; return a View, an Inspection
@@ -38,6 +39,7 @@ _NAMES = {
     "record.policies": "Every Keep Near",
     "pages.report": "Report report",
     "runs.follow": "follow score",
+    "runs.requests": "request_save",
     "runs.resume": "Resumed",
     "runs.run": "Run",
     "runs.steps": "Step latest steps",
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
     from eformer._engine.record.policies import Near as Near
     from eformer._engine.runs.follow import follow as follow
     from eformer._engine.runs.follow import score as score
+    from eformer._engine.runs.requests import request_save as request_save
     from eformer._engine.runs.resume import Resumed as Resumed
     from eformer._engine.runs.run import Run as Run
     from eformer._engine.runs.steps import Step as Step

@@ -52,6 +52,7 @@ def main(debug: bool) -> None:  # noqa: ARG001  read by the group
       eformer steps ./run                      list the steps of a run
       eformer serve ./run                      show a run while it trains
       eformer prune ./run --keep 3             delete old checkpoints
+      eformer request ./run                    ask the running job to save
       eformer demo                             try everything in ten seconds
     """
     # As a KeyboardInterrupt, so that a command that is terminated removes its unfinished files.
@@ -512,6 +513,23 @@ def steps(run: str, as_json: bool, **keep: Any) -> None:
     terminal.list_steps(found, terminal.console())
 
 
+@main.command(short_help="Ask a running job to save")
+@click.argument("run", type=click.Path())
+@click.option("--timeout", type=float, default=600, show_default=True, help="Seconds to wait for the step.")
+def request(run: str, timeout: float) -> None:
+    """Ask the job that writes RUN to save at its next step. Print the path of the step when it is saved.
+
+    The job notices the request within a second, in a bucket within 10 seconds. Its rules and its loop stay as they are.
+
+    \b
+    eformer request ./run
+    eformer request s3://bucket/run --timeout 1800
+    """
+    from eformer._engine.runs.requests import request_save
+
+    click.echo(request_save(run, timeout=timeout))
+
+
 @main.command(short_help="Try everything in ten seconds")
 @click.argument("directory", type=click.Path(), required=False)
 @click.option("--open", "show", is_flag=True, help="Open the page of the run in a browser.")
@@ -590,5 +608,5 @@ def completion(shell: str) -> None:
 main.add_command(report)
 main.add_command(serve)
 
-for _command in (inspect, list_leaves, verify, diff, convert, prune, steps, report, serve):
+for _command in (inspect, list_leaves, verify, diff, convert, prune, steps, request, report, serve):
     options.store(_command)

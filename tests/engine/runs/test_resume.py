@@ -96,7 +96,8 @@ def test_a_damaged_record_of_the_writer_is_named(tmp_path, text):
             CorruptionError, match=r"run\.json is damaged: .* Start the job again, which writes it anew"
         ):
             run.save(2, tree(2)).result()
-        run._last.pending = None
+        with pytest.raises(CorruptionError, match="is damaged"):
+            run.wait()
     with Run(tmp_path, signals=()) as run:
         assert run.resume().step == 1
 

@@ -14,7 +14,7 @@ import safetensors.numpy
 
 from eformer import checkpoint
 from eformer._engine.record.manifest import Manifest
-from eformer._engine.runs import last_save
+from eformer._engine.runs import under_way
 from eformer._engine.saving import recheck
 from eformer.checkpoint import Every, Keep, Near, Run
 from eformer.errors import (
@@ -534,7 +534,7 @@ def test_without_signals_nothing_is_handled(tmp_path):
 
 
 def test_nothing_is_logged_by_a_run_that_is_well(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(last_save, "_LONG_WAIT", 60)  # a busy machine may take its time
+    monkeypatch.setattr(under_way, "_LONG_WAIT", 60)  # a busy machine may take its time
     with caplog.at_level(logging.WARNING, "eformer"):
         loop(tmp_path, 20, every=10, keep=1)
     assert caplog.messages == []

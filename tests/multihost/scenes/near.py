@@ -165,6 +165,7 @@ def _wait_for_copies(own, until):
     """Wait until this process has copied the newest near step of each process that it copies from."""
     newest = max(step for step in range(3, until + 1, 3) if step % 10)  # others are due for the run itself
     folder, deadline = own / f"process-{jax.process_index()}", time.monotonic() + 30
+
     def are_there():
         found = list(folder.glob("of-process-*"))
         return found and all(any(one.glob(f"*/step-{newest}/manifest.json")) for one in found)

@@ -127,6 +127,63 @@ class _Groups:
 _groups = _Groups()
 
 
+# ------------------------------------------------------------------------------------------------- board
+
+
+class Board:
+    """Keys that any process may set and read at any time, without a meeting: for threads that wait for events.
+
+    This class is a single process, which reads its own keys.
+    """
+
+    number = 0
+    count = 1
+
+    def __init__(self) -> None:
+        self._keys: dict[str, bytes] = {}
+
+    def post(self, key: str, value: bytes) -> None:
+        """Set a key that has no value yet."""
+        self._keys[key] = value
+
+    def look(self, key: str) -> bytes | None:
+        """Return the value of a key, or None if no process has set it."""
+        return self._keys.get(key)
+
+    def all_below(self, start: str) -> list[bytes]:
+        """Return the values of all keys that begin with this text, which ends in a slash."""
+        return [value for key, value in self._keys.items() if key.startswith(start)]
+
+
+class BoardOfSeveral(Board):
+    """The same in the service of JAX, below eformer/<place>."""
+
+    def __init__(self, client: Any, place: str, number: int, count: int) -> None:
+        self._client, self._place = client, f"eformer/{place}"
+        self.number, self.count = number, count
+
+    def post(self, key: str, value: bytes) -> None:
+        self._call(self._client.key_value_set_bytes, f"{self._place}/{key}", value)
+
+    def look(self, key: str) -> bytes | None:
+        try:
+            return bytes(self._client.key_value_try_get_bytes(f"{self._place}/{key}"))
+        except RuntimeError as error:
+            if "NOT_FOUND" in str(error):
+                return None
+            raise _lost(error) from error
+
+    def all_below(self, start: str) -> list[bytes]:
+        found = self._call(self._client.key_value_dir_get_bytes, f"{self._place}/{start}")
+        return [bytes(value) for _, value in found]
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+
 # ---------------------------------------------------------------------------------------------- meetings
 
 

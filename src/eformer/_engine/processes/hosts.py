@@ -13,9 +13,9 @@ from operator import index as as_number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eformer._engine.processes.coordination import Board, BoardOfSeveral, Together
 from eformer._engine.processes.coordination import Hosts as Hosts
 from eformer._engine.processes.coordination import LostError as LostError
-from eformer._engine.processes.coordination import Together
 from eformer.errors import ProcessError
 
 if TYPE_CHECKING:
@@ -88,6 +88,13 @@ def meeting(doing: str, timeout: float | None) -> Iterator[Hosts]:
     with told_to_all(hosts):
         yield hosts
     hosts.end()
+
+
+def board(place: str) -> Board:
+    """Return the keys below a place that all processes of the program may set and read."""
+    process, count = _this_process()
+    client = service_client() if count > 1 else None
+    return Board() if client is None else BoardOfSeveral(client, place, process, count)
 
 
 def is_alone() -> bool:

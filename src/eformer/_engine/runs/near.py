@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import logging
 import re
+import time
 import weakref
 from contextlib import contextmanager
 from pathlib import Path
@@ -156,6 +157,7 @@ class NearTier:
         self._exchange: Exchange | None = None
         self._end_exchange: Callable[[], object] = lambda: None
         self._pending: Pending | None = None
+        self.took: float | None = None  # seconds from the hand-over of the last save to its commit
 
     # -------------------------------------------------------------------------------------- resume
 
@@ -280,7 +282,7 @@ class NearTier:
 
     def is_due(self, step: int) -> bool:
         """Tell whether it is time for a near step. All processes get the same answer."""
-        by_clock = self._clock.is_due(step, minutes_due(self._every, step), is_asked=False)
+        by_clock = self._clock.is_due(step, minutes_due(self._every, step))
         return is_due(self._every, step) or by_clock
 
     def note_save(self, step: int) -> None:
@@ -308,13 +310,13 @@ class NearTier:
         self._pending = Pending(str(self._near / place))
         self.note_save(done.step)
         try:
-            work = functools.partial(self._carry_out, save, part, place)
+            work = functools.partial(self._carry_out, save, part, place, time.monotonic())
             self._pending.start(work, afterwards=compile_copies)
         except BaseException:  # no thread could be started: later saves must not wait for this one
             save.turn.end()
             raise
 
-    def _carry_out(self, save: Save, part: Part, place: str) -> None:
+    def _carry_out(self, save: Save, part: Part, place: str, began: float) -> None:
         """Remove all but the last whole steps, then write the new step."""
         try:
             # Computed arrays prove that every process has finished the last step but one.
@@ -326,6 +328,7 @@ class NearTier:
             save.turn.end()
             raise
         complete(save)
+        self.took = time.monotonic() - began
         if self._exchange:
             self._exchange.shelf.put(part, place, is_new=True)
 

@@ -138,9 +138,16 @@ class Job:
     near: NearTier | None
     timeout: float | None
 
-    def agree(self, *, claims: bool, fresh: bool, rule: Keep | None = None) -> AgreedSteps:
+    def agree(
+        self,
+        *,
+        claims: bool,
+        fresh: bool,
+        rule: Keep | None = None,
+        listed: Callable[[], Sequence[Step]] | None = None,
+    ) -> AgreedSteps:
         """Agree on the steps: the steps of the run that the first process lists, and the near steps that all processes
-        can load.
+        can load. `listed` returns the steps of the run if they are listed already.
 
         With `claims`, this job becomes the writer first. A job that is the writer already raises SupersededError if
         another job has taken over. With a `rule`, rank the steps of the run by its metric.
@@ -152,7 +159,7 @@ class Job:
             _require_alike([one.fresh for one in held])
             if claims:
                 self.writer.claim()
-            there = steps_if_there(self.path)
+            there = listed() if listed else steps_if_there(self.path)
             common, epochs, where = (
                 near.in_common([one.near for one in held if one.near]) if near else ([], [], Where())
             )
@@ -259,11 +266,13 @@ class Job:
                 )
             hosts.meet(b"", lambda _: b"")
 
-    def put_aside(self, why: Callable[[Step], str | None]) -> list[str]:
-        """Rename steps in the first process, before any process goes on. Return their old names."""
+    def put_aside(self, why: Callable[[Step], str | None], also: Sequence[str] = ()) -> list[str]:
+        """Rename steps of the run, and of the directories in `also`, in the first process, before any process goes on.
+        Return the old names of the steps of the run."""
 
         def answer(_: Sequence[bytes]) -> bytes:
-            return msgspec.json.encode(put_aside(self.path, why, self.writer.check))
+            found = [put_aside(path, why, self.writer.check) for path in (self.path, *also)]
+            return msgspec.json.encode(found[0])
 
         with meeting("runs", self.timeout) as hosts:
             return msgspec.json.decode(hosts.meet(b"", answer), type=list[str])

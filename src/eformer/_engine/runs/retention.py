@@ -133,8 +133,9 @@ def remove_others(
     path: str, rules: Sequence[Keep], stay: Collection[int | None], *, now: float, told: set[str]
 ) -> None:
     """Remove the steps that no rule keeps. Damaged steps, and links to steps elsewhere, neither count nor go. Do not
-    repeat a warning that is in `told`."""
+    repeat a warning that is in `told`. Raise the first error after all other steps are removed."""
     store, there, removed = store_at(path), steps(path), list[str]()
+    failed: list[OSError] = []
     # Noted before anything is read: only the steps that the rules have judged are removed. In a bucket no other
     # directory can take the name of a step by a rename.
     identities = identities_of(store, [step.name for step in there if on_disk(store) is not None])
@@ -158,8 +159,12 @@ def remove_others(
             continue
         except ValueError as error:  # another directory has taken its name
             logger.warning("%s", error)
+        except OSError as error:  # the next steps may still be removed
+            failed.append(error)
     sweep_remains(store, [step.name for step in there])
     remove_files(store, orphaned_scores(store, removed))
+    if failed:
+        raise failed[0]
 
 
 def _warnings(facts: Sequence[StepFacts], rules: Sequence[Keep], now: float) -> dict[str, str]:

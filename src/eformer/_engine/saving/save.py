@@ -84,6 +84,8 @@ def complete(save: Save, progress: Progress = None, meter: Meter = SILENT) -> No
         # On a disk this limits only the waits for other saves and for readers; in a bucket, the whole save.
         if (limit := save.options.timeout) is not None:
             stack.enter_context(within(limit, f"SaveOptions(timeout={limit})"))
+        if save.begin:
+            save.begin(save)
         save.format = save.new_format()
         if progress is not None:
             total = sum(map(save.format.own_nbytes, save.sources))
@@ -129,6 +131,7 @@ class Save:
     has_index       False writes arrays without an index, as another program would
     overwrite       replace a file even if eformer did not write it
     whole_files     link a file only if all leaves in it are unchanged, so that other programs can open it
+    begin           called first, in the thread of the save; may change `options.reuse`
     late            called in the first process, before the lock, with the `own_metadata` of every process; returns more
                     metadata, as JSON
     own_metadata    the metadata that this process adds, such as its position in the data
@@ -151,6 +154,7 @@ class Save:
     has_index: bool = True
     overwrite: bool = False
     whole_files: bool = False
+    begin: Callable[[Save], None] | None = None
     late: Callable[[Sequence[bytes]], Mapping[str, Any]] | None = None
     own_metadata: bytes = b""
     fence: Callable[[], None] | None = None
