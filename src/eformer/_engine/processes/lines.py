@@ -80,12 +80,16 @@ class Line:
         """Receive exactly so many bytes."""
         until = time.monotonic() + seconds
         while memory:
-            if (left := until - time.monotonic()) <= 0:
-                raise TimeoutError(f"{self.peer} has sent too little within {seconds:g} s")
-            self._socket.settimeout(left)
-            if not (nbytes := self._socket.recv_into(memory)):
+            try:
+                self._socket.settimeout(max(0.001, until - time.monotonic()))
+                nbytes = self._socket.recv_into(memory)
+            except TimeoutError:
+                raise TimeoutError(f"{self.peer} has sent too little within {seconds:g} s") from None
+            if not nbytes:
                 raise ConnectionResetError(f"{self.peer} has closed the line")
             memory = memory[nbytes:]
+            if memory and time.monotonic() > until:  # a byte now and then is too slow, too
+                raise TimeoutError(f"{self.peer} has sent too little within {seconds:g} s")
 
     def write(self, data: bytes, seconds: float = SECONDS) -> None:
         """Send bytes without a length before them."""

@@ -268,7 +268,12 @@ def _manifest_of(part: Part, files: RemoteFiles) -> tuple[bytes, TreeEntry]:
     if tree is None or len(trees) > 1 or tree.root or tree.is_database or tree.wholeness:
         raise FormatError(f"{origin} describes no part of a near step")
     for file in tree.files:
-        if "/" in file.name or files.sizes.get(file.name) != file.nbytes or file.name == MANIFEST:
+        if (
+            "/" in file.name
+            or file.name.startswith(".")
+            or files.sizes.get(file.name) != file.nbytes
+            or file.name == MANIFEST
+        ):
             raise FormatError(f"{origin} names the file {file.name[:200]!r}, which the process does not have")
     return bytes(memory), tree
 

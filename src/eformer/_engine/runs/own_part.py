@@ -185,7 +185,7 @@ def load_joined(
 ) -> LoadedTree:
     """Load the tree from all of its parts together, on any mesh and number of processes. Every process reads the boxes
     that its devices need, from the parts that have these. `own` and `common_id` as in `joined_tree` and `load_own`."""
-    trees = [part.tree() for part in parts]
+    trees = [part.tree for part in parts]
     tree = joined_tree(trees, url, common_id, own=own, metadata=_joined_metadata(trees, own))
     manifest = Manifest(format=SAFETENSORS, trees={"": tree}).to_json()
     with readable(JoinedStore(url, parts, manifest)) as path:

@@ -29,7 +29,6 @@ from eformer.errors import CorruptionError, FormatError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.stores.base import Store, Version
 
 SCHEME = "near-step"
@@ -204,11 +203,13 @@ class RemoteFiles:
 
     def read_into(self, name: str, memory: memoryview, offset: int) -> int:
         """Fill `memory` from an offset on. Return the number of bytes, which is smaller only at the end of the file."""
+        if (number := self._numbers.get(name)) is None:
+            raise FileNotFoundError(f"{self._line.peer} does not have the file {name[:200]!r}")
         done = 0
         with self._lock:
             while done < len(memory):
                 block = memory[done : done + BLOCK_BYTES]
-                self._line.send(msgspec.msgpack.encode(Read(self._numbers[name], offset + done, len(block))))
+                self._line.send(msgspec.msgpack.encode(Read(number, offset + done, len(block))))
                 nbytes = self._line.receive_into(block)
                 done += nbytes
                 if nbytes < len(block):
@@ -322,8 +323,7 @@ class PartStore(_NearStore):
         self._sources, self.source, problems = sources, 0, []
         for self.source, source in enumerate(sources):
             try:
-                sizes = dict(source.sizes())
-                self.manifest = _manifest_of(source, sizes)
+                self.manifest = _manifest_of(source, source.sizes())
                 break
             except (OSError, FormatError) as error:
                 problems.append(str(error))
@@ -331,7 +331,14 @@ class PartStore(_NearStore):
                 source.close()
         else:
             raise CorruptionError(f"{url} cannot be read: {'; '.join(problems) or 'no process holds it'}")
-        super().__init__(url, sizes)
+        trees = Manifest.from_json(self.manifest, f"{url}/{MANIFEST}").trees
+        if "" not in trees:
+            raise FormatError(
+                f"{url} is not a part of a near step: its manifest has the trees {sorted(trees)}"
+            )
+        self.tree = trees[""]
+        sizes = {self.tree.path_of(number): file.nbytes for number, file in enumerate(self.tree.files)}
+        super().__init__(url, {**sizes, MANIFEST: len(self.manifest)})
 
     def source_after(self, number: int) -> int:
         """Return the number of the next source that has the same part; the same number if there is none."""
@@ -347,15 +354,6 @@ class PartStore(_NearStore):
 
     def open(self, names: Sequence[str], versions: Mapping[str, Version] | None = None) -> _PartFiles:
         return _PartFiles(self, [(name, self._listing.sizes[name]) for name in names])
-
-    def tree(self) -> TreeEntry:
-        """Return the record of the part."""
-        trees = Manifest.from_json(self.manifest, self.path_to(MANIFEST)).trees
-        if "" not in trees:
-            raise FormatError(
-                f"{self.url} is not a part of a near step: its manifest has the trees {sorted(trees)}"
-            )
-        return trees[""]
 
     def close(self) -> None:
         for source in self._sources:
