@@ -127,8 +127,8 @@ def test_another_number_of_processes_resumes_from_the_parts_on_this_host(jobs, f
     job = jobs(after, 4 // after)
     assert succeed(job.run("near_resumed", far, near)) == [(27, [], bits)] * after
     assert held(near, 0).keys() == {21, 24, 27}
-    succeed(job.run("near_continued", far, near, 36))
-    assert [sorted(held(near, rank)) for rank in range(4)] == [[33, 36]] * after + [[]] * (4 - after)
+    succeed(job.run("near_continued", far, near, 42))
+    assert [sorted(held(near, rank)) for rank in range(4)] == [[36, 39, 42]] * after + [[]] * (4 - after)
 
 
 def test_a_position_in_the_data_is_not_divided_among_other_processes(jobs, far, near):

@@ -132,7 +132,7 @@ def _is_served(door):
 def test_a_message_is_never_longer_than_expected(door, dialled):
     line = dialled(door)
     line.send(bytes(101))
-    with pytest.raises(OSError, match="closed|reset"):
+    with pytest.raises(OSError, match=r"closed|reset"):
         line.receive(100)
     line = dialled(door)
     line.send(bytes(100))
@@ -143,7 +143,7 @@ def test_a_message_is_never_longer_than_expected(door, dialled):
 
 def test_a_message_that_never_ends_is_given_up(door, dialled):
     line = dialled(door)
-    with pytest.raises(TimeoutError, match="has sent too little within 0.2 s"):
+    with pytest.raises(TimeoutError, match=r"has sent too little within 0\.2 s"):
         line.receive(10, 0.2)
 
 

@@ -297,3 +297,15 @@ def test_an_answer_that_the_part_is_gone_is_no_failure(holder, caplog):
     with caplog.at_level(logging.WARNING), Followed(serve, holder):
         assert asked.wait(30)
         assert not caplog.records
+
+
+def test_a_process_that_saves_faster_than_it_is_copied_is_named(owner, shelf, holder, caplog):
+    def save_another(step=[3]):  # noqa: B006
+        step[0] += 3
+        checkpoint.save({"w": np.ones(step[0])}, owner / f"process-0/{EPOCH}/step-{step[0]}")
+        shelf.put(Part(NearStep(step[0], EPOCH), 0, 2), f"process-0/{EPOCH}/step-{step[0]}", is_new=True)
+
+    with caplog.at_level(logging.WARNING), Followed(shelf.serve, holder) as followed:
+        note = followed.note
+        followed.follower._on_copied = lambda *given: (save_another(), note(*given))
+        wait_until(lambda: "process 0 saves near steps faster than they are copied" in caplog.text)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("eformer")
 
-MOST_LINES = 128  # of a door; each has a thread
+MOST_LINES = 256  # of a door; each has a thread
 SECONDS = 30.0  # until a message of the other process counts as lost
 GREETING_SECONDS = 10.0  # for the proof of the secret
 _POLL = 0.5  # seconds until a closed door is noticed
@@ -113,8 +113,20 @@ class Line:
         return nbytes
 
 
-def dial(address: Address) -> Line:
-    """Open a line to a door. Raise OSError if the door is closed or shut, or does not know the secret."""
+def dial(address: Address, patience: float = 0.0) -> Line:
+    """Open a line to a door. Raise OSError if the door is closed or does not know the secret, or hangs up for so many
+    seconds, because it has too many lines."""
+    until = time.monotonic() + patience
+    while True:
+        try:
+            return _dial(address)
+        except ConnectionResetError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(_POLL)
+
+
+def _dial(address: Address) -> Line:
     line = Line(socket.create_connection((address.host, address.port), GREETING_SECONDS))
     try:
         greeting = bytearray(len(_MAGIC) + _RANDOM)

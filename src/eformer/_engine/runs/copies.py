@@ -16,6 +16,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from contextlib import ExitStack, closing, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,7 @@ logger = logging.getLogger("eformer")
 
 _WAIT = 10.0  # seconds that the owner waits for a newer part, before it answers that there is none
 _PAUSE = 5.0  # seconds until a process is asked again after an error
+_BEHIND = 3  # copies, one after the other, during each of which a newer part was saved
 _MOST_FILES = 2**14  # of a part
 _THREADS = 2  # that check a copy
 _NONE_YET = NearStep(0)  # before all steps
@@ -171,7 +173,8 @@ class Follower:
         self._make_room, self._on_copied = make_room, on_copied
         self._is_closed = threading.Event()
         self._line: Line | None = None
-        self._is_failing = self._has_copied = False
+        self._is_failing = self._has_copied = self._has_warned = False
+        self._behind = 0
         self._thread = threading.Thread(target=self._run, name="eformer-copies", daemon=True)
         self._thread.start()
 
@@ -197,7 +200,9 @@ class Follower:
 
     def _copy_after(self, newest: NearStep, line: Line) -> NearStep:
         """Wait for a part of a later step, and copy it. Return the newest step that needs no copy any more."""
+        began = time.monotonic()
         part: Part | None = _read_part(ask(line, Newest(newest), _WAIT + SECONDS))
+        waited = time.monotonic() - began
         if part is None:
             return newest
         if part.owner != self._owner or part.step <= newest or not part.step.epoch:
@@ -205,7 +210,23 @@ class Follower:
         with suppress(FileNotFoundError):  # removed since: a newer one is there soon
             nbytes = self.copy(part, RemoteFiles(line, part, SECONDS))
             self._log_success(nbytes)
+            self._note_pace(waited, time.monotonic() - began - waited, nbytes)
         return part.step
+
+    def _note_pace(self, waited: float, took: float, nbytes: int) -> None:
+        """Warn once if the next part is always there before a copy is made: then no step has all parts on hosts that
+        remain."""
+        self._behind = self._behind + 1 if waited < took / 100 else 0
+        if self._behind == _BEHIND and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s: process %d saves near steps faster than they are copied (%s in %.1f s): if its host is lost, the "
+                "run may have to go back to one of its own steps. Save near steps less often",
+                self._near / self._place,
+                self._owner,
+                size(nbytes),
+                took,
+            )
 
     def copy(self, part: Part, files: RemoteFiles) -> int:
         """Copy a part, and return its length. It appears whole, once all digests match."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 SCHEME = "near-step"
 
-BLOCK_BYTES = 4 * 2**20  # of a message on a line
+BLOCK_BYTES = 2**20  # of a message on a line
 MOST_REQUEST = 2**12
 _MOST_ANSWER = 2**22  # bytes of a list of files
 MOST_MANIFEST = 2**28
@@ -279,7 +279,7 @@ class There:
     def _opened(self) -> RemoteFiles:
         with self._lock:
             if self._files is None:
-                self._line = dial(self._address)
+                self._line = dial(self._address, _SECONDS_TO_OPEN)
                 self._files = RemoteFiles(self._line, self._part, _SECONDS_TO_OPEN)
             return self._files
 
@@ -291,7 +291,7 @@ class _NearStore(ListedStore):
     """A read-only store of files of a near step, whose lengths are known."""
 
     read_threads = default_threads()
-    read_bytes = BLOCK_BYTES
+    read_bytes = LocalStore.read_bytes
     refusal = "near steps are read-only"
 
     def __init__(self, url: str, sizes: Mapping[str, int]) -> None:
