@@ -218,6 +218,11 @@ def _recipes() -> dict[str, Any]:
     return {}
 
 
+@stage("docs/guides/data.md")
+def _data() -> dict[str, Any]:
+    return {}
+
+
 @stage("docs/guides/integrations.md")
 def scheduled_run() -> dict[str, Any]:
     return {"state": {"w": np.zeros(4, np.float32)}, "train_step": lambda state: {"w": state["w"] + 1}}

@@ -233,11 +233,16 @@ def test_a_last_step_that_is_saved_is_not_saved_again(tmp_path):
     assert numbers(tmp_path) == [2, 4]
 
 
-def test_an_error_in_the_block_saves_no_last_step(tmp_path):
-    with pytest.raises(ZeroDivisionError), Run(tmp_path, every=2, last=True, signals=()) as run:
-        for number in range(1, 4):
+def fail_after(path, steps):
+    with Run(path, every=2, last=True, signals=()) as run:
+        for number in range(1, steps + 1):
             run.after(number, tree(number))
         raise ZeroDivisionError
+
+
+def test_an_error_in_the_block_saves_no_last_step(tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        fail_after(tmp_path, 3)
     assert numbers(tmp_path) == [2]
 
 
@@ -249,7 +254,9 @@ def test_a_step_that_appears_before_the_first_save_claims_the_run_is_not_joined(
         monkeypatch.setattr(run._writer, "look", lambda: ())
         checkpoint.save(tree(7), tmp_path / "step-7")
         for number in (1, 2):
-            with pytest.raises(FileExistsError, match="has 1 step, the newest is 7, and this job has not resumed"):
+            with pytest.raises(
+                FileExistsError, match="has 1 step, the newest is 7, and this job has not resumed"
+            ):
                 run.after(number, tree(number)).result(WITHIN)
             run._main.under_way.log_failures()
         time.sleep(0)

@@ -15,7 +15,7 @@ from eformer._engine.processes.lines import Door, dial
 from eformer._engine.record.manifest import Manifest
 from eformer._engine.runs import copies
 from eformer._engine.runs.copies import Follower, Shelf
-from eformer._engine.runs.parts import GIVEN, GONE, NearStep, Part, Read, RemoteFiles
+from eformer._engine.runs.near_parts import GIVEN, GONE, NearStep, Part, Read, RemoteFiles
 from support.links import contents
 
 EPOCH = "0123456789abcdef"

@@ -36,7 +36,10 @@ MINUTE = timedelta(minutes=1)
 
 def test_a_save_that_will_not_be_done_in_time_goes_to_the_near_tier(tmp_path, caplog):
     assert told_to_end(tmp_path, notice=MINUTE, far=300.0) == [2]
-    assert "s of the notice are left, a save takes about 300.0 s: the last step is saved to the near tier" in caplog.text
+    assert (
+        "s of the notice are left, a save takes about 300.0 s: the last step is saved to the near tier"
+        in caplog.text
+    )
     with Run(tmp_path / "run", near=Near(tmp_path / "near", every=1), signals=()) as run:
         found = run.resume()
     assert (found.step, found.tree["w"][0]) == (3, 3)

@@ -1,133 +1,102 @@
-"""Where the parts of near steps are, and which processes hold copies of them."""
+"""A part of the state that is saved more often than the whole, with rules of its own."""
 
-import shutil
-
+import flax.nnx as nnx
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from eformer import checkpoint
-from eformer._engine.processes.lines import Address
-from eformer._engine.runs.own_part import joined_tree
-from eformer._engine.runs.parts import (
-    Held,
-    Here,
-    NearStep,
-    Part,
-    PartStore,
-    holders_of_copies,
-    readable,
-    where_parts_are,
-)
-from eformer.errors import CorruptionError, FormatError
+from eformer.checkpoint import Every, Keep, Run
+from eformer.errors import StructureError
+from support.trees import assert_same
 
-EPOCH = "0123456789abcdef"
-STEP = NearStep(3, EPOCH)
-DOOR = Address("127.0.0.1", 1, "")
+
+def state(number):
+    params = {"layer": {"b": jnp.zeros(2), "w": jnp.full(4, number)}}
+    return {"opt": optax.adam(1e-3).init(params), "params": params, "step": number}
+
+
+def numbers(path):
+    return [step.number for step in checkpoint.steps(path)]
+
+
+def train(path, until, **arguments):
+    with Run(path, signals=(), **arguments) as run:
+        run.resume(like=state(0))
+        for number in range(run.step + 1, until + 1):
+            run.after(number, state(number), metrics={"loss": abs(number - 5)})
+
+
+BEST = [Every(8), Every(2, only="params", keep=Keep(best=1, by="loss"))]
+
+
+def test_a_part_is_saved_more_often_and_kept_by_its_own_rules(tmp_path):
+    train(tmp_path, 12, every=BEST, keep=1)
+    assert numbers(tmp_path) == [8]
+    assert numbers(tmp_path / "params") == [6, 12]  # the best, and the newest
+    assert_same(checkpoint.load(tmp_path / "params" / "step-6"), {"params": state(6)["params"]})
+    assert checkpoint.steps(tmp_path / "params")[0].metrics == {"loss": 1.0}
+
+
+def test_a_run_resumes_from_whole_steps_alone(tmp_path):
+    train(tmp_path, 12, every=BEST)
+    with Run(tmp_path, every=BEST, signals=()) as run:
+        found = run.resume(like=state(0))
+    assert found.step == 8
+    assert_same(found.tree, state(8))
+
+
+def test_parts_of_steps_that_are_done_again_are_replaced(tmp_path):
+    train(tmp_path, 12, every=BEST)
+    train(tmp_path, 14, every=BEST)
+    assert numbers(tmp_path / "params") == [6, 14]
+    assert checkpoint.verify(tmp_path / "params" / "step-14").ok
+
+
+def test_a_part_without_rules_keeps_all_its_steps(tmp_path):
+    train(tmp_path, 6, every=[Every(6), Every(2, only="params")], keep=1)
+    assert numbers(tmp_path / "params") == [2, 4, 6]
+
+
+def test_a_part_may_lie_deeper_and_be_of_a_module(tmp_path):
+    class Model(nnx.Module):
+        def __init__(self):
+            self.head = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+            self.body = nnx.Linear(2, 2, rngs=nnx.Rngs(1))
+
+    model = Model()
+    with Run(tmp_path, every=[Every(1, only="params.layer"), Every(1, only="model.head")], signals=()) as run:
+        run.after(1, {**state(1), "model": model})
+    assert_same(checkpoint.load(tmp_path / "params.layer")["params"], {"layer": state(1)["params"]["layer"]})
+    head = checkpoint.load(tmp_path / "model.head", keys="model.head")
+    np.testing.assert_array_equal(head["model.head.kernel"], model.head.kernel[...])
+
+
+def test_a_part_that_the_tree_does_not_have_is_named(tmp_path):
+    missing = pytest.raises(StructureError, match="the tree has no part 'weights': it has opt; params; step")
+    with Run(tmp_path, every=Every(1, only="weights"), signals=()) as run, missing:
+        run.after(1, state(1))
+
+
+def test_a_fresh_run_puts_the_parts_aside_too(tmp_path):
+    train(tmp_path, 4, every=[Every(4), Every(2, only="params")])
+    with Run(tmp_path, every=[Every(4), Every(2, only="params")], fresh=True, signals=()) as run:
+        run.after(2, state(2))
+    assert numbers(tmp_path) == []
+    assert {path.name for path in (tmp_path / "params").iterdir()} == {"step-2", "step-2.old", "step-4.old"}
 
 
 @pytest.mark.parametrize(
-    ("hosts", "copies", "holders"),
+    ("arguments", "problem"),
     [
-        ([0], 1, [[]]),
-        ([0, 1], 0, [[], []]),
-        ([0, 1], 1, [[1], [0]]),
-        ([0, 1], 5, [[1], [0]]),
-        ([0, 0, 0], 1, [[1], [2], [0]]),
-        ([0, 0, 1, 1], 1, [[2], [3], [0], [1]]),
-        ([0, 1, 0, 1], 1, [[1], [0], [3], [2]]),
-        ([0, 0, 1], 1, [[2], [2], [0]]),
-        ([0, 1, 2], 2, [[1, 2], [2, 0], [0, 1]]),
+        ({"only": "params", "minutes": 5}, "pass steps= or at=, not minutes="),
+        ({"only": "params", "continuous": True}, "pass steps= or at=, not minutes="),
+        ({"steps": 1, "only": "../params"}, "can be the name of a directory"),
+        ({"steps": 1, "only": "step-3"}, "would be a step of the run"),
+        ({"steps": 1, "keep": 3}, "pass only=, or keep= to the Run"),
     ],
 )
-def test_copies_are_on_other_hosts_as_long_as_there_are_any(hosts, copies, holders):
-    assert holders_of_copies(hosts, copies) == holders
-
-
-def found(*parts_of_each, doors=True, count=2):
-    held = [
-        Held(str(process), DOOR if doors else None, [Part(STEP, owner, count) for owner in parts])
-        for process, parts in enumerate(parts_of_each)
-    ]
-    return [one.step for one in where_parts_are(held, lambda step: step == STEP).steps]
-
-
-def test_a_step_is_usable_if_every_part_is_somewhere():
-    assert found([0], [1]) == [STEP]
-    assert found([], [0, 1]) == found([1], [0]) == [STEP]
-    assert found([0], []) == found([0], [0]) == []
-
-
-def test_without_doors_every_process_needs_its_own_part_or_all():
-    assert found([0], [1], doors=False) == [STEP]
-    assert found([], [0, 1], doors=False) == found([1], [0], doors=False) == []
-    assert found([0, 1], [0, 1], doors=False) == [STEP]
-
-
-def test_another_number_of_processes_needs_all_parts():
-    assert found([0, 1], [2, 3], count=4) == [STEP]
-    assert found([0, 1], [2], count=4) == []
-    assert found([0, 1], [2, 3], count=4, doors=False) == []
-
-
-def test_parts_that_cannot_be_are_passed_over():
-    held = [Held("a", None, [Part(STEP, 5, 2), Part(STEP, 0, 2**60), Part(NearStep(9, "f" * 16), 0, 1)])]
-    assert where_parts_are(held, lambda step: step == STEP).steps == []
-
-
-# ------------------------------------------------------------------------------------------- sources
-
-
-@pytest.fixture
-def two(tmp_path):
-    """Two places with the same part."""
-    checkpoint.save({"w": np.arange(600_000.0)}, tmp_path / "a")
-    return [tmp_path / "a", shutil.copytree(tmp_path / "a", tmp_path / "b")]
-
-
-def loaded(paths):
-    with readable(PartStore("near-step://part", [Here(str(path)) for path in paths])) as url:
-        return checkpoint.load(url)["w"]
-
-
-def spoil(path):
-    file = next(path.glob("*.safetensors"))
-    data = bytearray(file.read_bytes())
-    data[-8:] = data[1000:1008] = b"\xff" * 8
-    file.write_bytes(data)
-
-
-def test_a_damaged_source_is_left_for_the_next(two):
-    spoil(two[0])
-    np.testing.assert_array_equal(loaded(two), np.arange(600_000.0))
-
-
-def test_a_source_that_has_lost_a_file_is_left_for_the_next(two):
-    next(two[0].glob("*.safetensors")).unlink()
-    np.testing.assert_array_equal(loaded(two), np.arange(600_000.0))
-
-
-def test_a_source_with_another_save_is_not_used(two, tmp_path):
-    spoil(two[0])
-    checkpoint.save({"w": np.zeros(600_000)}, two[1])
-    with pytest.raises(CorruptionError, match="are damaged"):
-        loaded(two)
-
-
-def test_damage_in_all_sources_is_an_error_that_names_the_leaf(two):
-    for path in two:
-        spoil(path)
-    with pytest.raises(CorruptionError, match="leaf 'w'"):
-        loaded(two)
-
-
-def test_a_part_without_a_readable_source_is_an_error(two):
-    for path in two:
-        (path / "manifest.json").write_bytes(b'{"digest":"' + b"0" * 32 + b'"}')
-    with pytest.raises(CorruptionError, match="near-step://part cannot be read"):
-        loaded(two)
-
-
-def test_parts_without_a_table_are_refused(two):
-    tree = PartStore("near-step://part", [Here(str(two[0]))]).tree
-    with pytest.raises(FormatError, match="is not a part of a tree"):
-        joined_tree([tree], "near-step://x", "id", own=0, metadata={})
+def test_rules_for_parts_that_make_no_sense_are_errors(arguments, problem):
+    with pytest.raises(ValueError, match=problem):
+        Every(**arguments)

@@ -27,6 +27,12 @@ def tree(number):
     return {"w": np.full(3, number)}
 
 
+def refused(path):
+    with pytest.raises(SaveRequestError) as error:
+        checkpoint.request_save(path)
+    return str(error.value)
+
+
 class Training:
     """A loop of quick steps in a thread of its own, which no rule ever saves after its first step."""
 
@@ -103,14 +109,12 @@ def test_a_job_that_does_not_answer_is_named_and_one_that_ends_says_so(tmp_path,
         checkpoint.request_save(tmp_path, timeout=0.1)
     answer_to, waits, asked = requests._answer_to, threading.Event(), []
     monkeypatch.setattr(requests, "_answer_to", lambda *given: waits.set() or answer_to(*given))
-    thread = threading.Thread(
-        target=lambda: asked.append(pytest.raises(SaveRequestError, checkpoint.request_save, tmp_path))
-    )
+    thread = threading.Thread(target=lambda: asked.append(refused(tmp_path)))
     thread.start()
     assert waits.wait(WITHIN)
     run.close()
     thread.join(WITHIN)
-    assert "the job has ended without another step" in str(asked[0].value)
+    assert "the job has ended without another step" in asked[0]
 
 
 def test_a_request_to_a_job_that_another_has_replaced_is_an_error(tmp_path):

@@ -254,7 +254,10 @@ def every_text(rule: Every) -> str:
         parts.append("every minute" if rule.minutes == 1 else f"every {rule.minutes:g} minutes")
     if rule.at:
         parts.append(f"at {_numbers(rule.at)}")
-    return ", ".join(parts) + (f", until step {rule.until}" if rule.until is not None else "")
+    if rule.continuous:
+        parts.append("one after another")
+    only = "" if rule.only is None else f"{rule.only} "
+    return only + ", ".join(parts) + (f", until step {rule.until}" if rule.until is not None else "")
 
 
 def _numbers(at: Sequence[int]) -> str:

@@ -31,7 +31,7 @@ from eformer._engine.record.indexes import MANIFEST
 from eformer._engine.record.manifest import Manifest, TreeEntry
 from eformer._engine.record.step_names import step_name
 from eformer._engine.record.text import size
-from eformer._engine.runs.parts import (
+from eformer._engine.runs.near_parts import (
     BLOCK_BYTES,
     ENDED,
     GIVEN,
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from eformer._engine.runs.parts import Request, Where
+    from eformer._engine.runs.near_parts import Request, Where
 
 logger = logging.getLogger("eformer")
 

@@ -35,8 +35,7 @@ from eformer._engine.record.step_names import step_name
 from eformer._engine.record.values import parse_json
 from eformer._engine.runs.clock import Clock
 from eformer._engine.runs.copies import Exchange
-from eformer._engine.runs.own_part import load_joined, load_own, own_part_of
-from eformer._engine.runs.parts import (
+from eformer._engine.runs.near_parts import (
     SCHEME,
     Held,
     Here,
@@ -48,6 +47,7 @@ from eformer._engine.runs.parts import (
     readable,
     where_parts_are,
 )
+from eformer._engine.runs.own_part import load_joined, load_own, own_part_of
 from eformer._engine.runs.steps import Step, claim_of, steps_if_there
 from eformer._engine.saving.pending import Pending
 from eformer._engine.saving.save import complete
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from eformer._engine.loading.request import Request
     from eformer._engine.record.options import SaveOptions
     from eformer._engine.runs.done import Done
-    from eformer._engine.runs.parts import StepParts
+    from eformer._engine.runs.near_parts import StepParts
     from eformer._engine.runs.writer import Writer
     from eformer._engine.saving.save import Save
 

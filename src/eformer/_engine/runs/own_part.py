@@ -29,7 +29,7 @@ from eformer._engine.record.manifest import (
     encode_leaves,
 )
 from eformer._engine.record.values import parse_json
-from eformer._engine.runs.parts import JoinedStore, readable
+from eformer._engine.runs.near_parts import JoinedStore, readable
 from eformer._engine.runs.steps import RUN_METADATA, facts_of_run
 from eformer._engine.saving.snapshot import metadata_to_json
 from eformer._engine.trees.devices import is_key
@@ -38,13 +38,13 @@ from eformer._engine.trees.shardings import recorded_sharding
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from eformer._engine.formats.found import Found
     from eformer._engine.loading.load import LoadedTree
     from eformer._engine.loading.request import Request
     from eformer._engine.record.manifest import BoxedTree, Extent
-    from eformer._engine.runs.parts import PartStore
+    from eformer._engine.runs.near_parts import PartStore
 
 PART_METADATA = "eformer.part"
 
@@ -196,10 +196,15 @@ def _joined_metadata(parts: Sequence[TreeEntry], own: int) -> dict[str, Any]:
     """Return the metadata of one part, with the positions of all parts in the data."""
     found = {name: value for name, value in parts[own].metadata.items() if name != PART_METADATA}
     facts = [facts_of_run(part.metadata) for part in parts]
-    positions = [position for each in facts for position in each.get("data", ())]
-    if positions:
-        found[RUN_METADATA] = {**facts[own], "data": positions}
-    return dict(metadata_to_json(found))
+    if any("data" in each for each in facts):
+        found[RUN_METADATA] = {**facts[own], "data": [_position_in(each) for each in facts]}
+    return metadata_to_json(found)
+
+
+def _position_in(facts: Mapping[str, Any]) -> Any:
+    """Return the position of the process that has saved a part; "" without one."""
+    positions = facts.get("data")
+    return positions[0] if isinstance(positions, (list, tuple)) and positions else ""
 
 
 def joined_tree(

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable
 
-    from eformer._engine.runs.writer import Writer
     from eformer._engine.stores.base import Store
 
 logger = logging.getLogger("eformer")
@@ -78,8 +77,8 @@ class SaveRequest(msgspec.Struct, frozen=True):
 class Requests:
     """The requests to one run, seen from one of its processes. `reached` is called at every step."""
 
-    def __init__(self, writer: Writer) -> None:
-        self._writer, self._store = writer, writer.store
+    def __init__(self, store: Store, job: str) -> None:
+        self._store, self._job = store, job
         self._pause = _ON_DISK if on_disk(self._store) is not None else _IN_BUCKET
         self._board = board(f"requests/{next(_numbers)}")
         self._changed = threading.Condition()
@@ -188,7 +187,7 @@ class Requests:
         except (EformerError, OSError):  # none is there, or the next look finds it
             return None
         is_new = found is not None and found.id != self._last
-        return found if found and is_new and found.is_open and found.job == self._writer.id else None
+        return found if found and is_new and found.is_open and found.job == self._job else None
 
     def _agree(self, number: int) -> None:
         """Agree with all processes on a step that none has reached."""
@@ -257,7 +256,7 @@ def request_save(path: str | os.PathLike[str], *, timeout: float | None = 600.0)
 
     Example:
 
-        >>> checkpoint.request_save("runs/llama")
+        >>> checkpoint.request_save("runs/llama")  # doctest: +SKIP
         'runs/llama/step-1234'
     """
     store = store_at(path)

@@ -15,9 +15,9 @@ from eformer._engine.processes.hosts import meeting
 from eformer._engine.record.policies import StepFacts, ranked
 from eformer._engine.record.text import count, few, glance
 from eformer._engine.record.values import json_decoder
-from eformer._engine.runs.done import set_position
+from eformer._engine.runs.near_parts import Held, NearStep, Where
 from eformer._engine.runs.own_part import PART_METADATA
-from eformer._engine.runs.parts import Held, NearStep, Where
+from eformer._engine.runs.positions import set_position
 from eformer._engine.runs.retention import put_aside
 from eformer._engine.runs.steps import facts_of_run, path_to_step, steps_if_there
 from eformer._engine.tasks.interrupts import is_of_caller

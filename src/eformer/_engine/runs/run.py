@@ -142,7 +142,7 @@ class Run:
         self._job = Job(self.path, self._writer, self._near, self._options.timeout)
         self._signals = Signals(signals)
         self._clock = Clock(self._seconds, self._options.timeout)
-        self._requests = Requests(self._writer)
+        self._requests = Requests(self._writer.store, self._writer.id)
         self._is_told = False
         self._is_fresh, self._has_begun = fresh, False
         self._claiming, self._is_refused = Lock(), False
@@ -191,8 +191,8 @@ class Run:
         MismatchError for a tree that does not fit, and CorruptionError if all steps are damaged: a run never starts
         afresh by itself. `fallback=False` raises for a damaged step instead of skipping it.
 
-        A near step counts like a step of the run if all of its parts are found, but not for "best". Near steps after the
-        step that the run goes on from are removed.
+        A near step counts like a step of the run if all of its parts are found, but not for "best". Near steps after
+        the step that the run goes on from are removed.
 
         like      a tree of arrays, `ShapeDtypeStruct`s or shardings, see `load`
         step      a number, or "best" for the best step by the rule of `keep` that names a metric
@@ -262,11 +262,12 @@ class Run:
         if self._has_begun:
             return
         if not self._is_fresh:  # before the claim, which would end the job that writes the run
-            self._refuse_steps(self._job.agree(claims=False, fresh=False, listed=self._listed))
+            agreed = self._job.agree(claims=False, fresh=False, listed=self._listed)
+            self._refuse_steps([step.number for step in agreed.steps])
         if self._is_fresh or self._near:
             agreed = self._job.agree(claims=True, fresh=self._is_fresh)
             if not self._is_fresh:  # another job may have saved one before the claim
-                self._refuse_steps(agreed)
+                self._refuse_steps([step.number for step in agreed.steps])
             else:
                 self._put_all_aside()
             if self._near:
@@ -294,22 +295,20 @@ class Run:
             if self._writer.has_claimed and not self._is_refused:
                 return
             self._writer.claim()
-            there = steps_if_there(self.path)
-            self._is_refused = bool(there)
-            if there:  # another job has saved them since the run was listed
-                self._has_begun = False
-                raise self._refusal(len(there), there[-1].number)
+            try:  # another job may have saved steps since the run was listed
+                self._refuse_steps([step.number for step in steps_if_there(self.path)])
+            except FileExistsError:
+                self._is_refused, self._has_begun = True, False
+                raise
+            self._is_refused = False
 
-    def _refuse_steps(self, agreed: AgreedSteps) -> None:
-        if there := agreed.steps:
-            raise self._refusal(len(there), there[-1].number)
-
-    def _refusal(self, number: int, newest: int) -> FileExistsError:
-        return FileExistsError(
-            f"{self.path} has {count(number, 'step')}, the newest is {newest}, and this job has not resumed from it. "
-            "Call run.resume(...) before the first save to go on from there; or start anew in another directory, or "
-            "here with Run(..., fresh=True), which puts the old steps aside"
-        )
+    def _refuse_steps(self, there: Sequence[int]) -> None:
+        if there:
+            raise FileExistsError(
+                f"{self.path} has {count(len(there), 'step')}, the newest is {there[-1]}, and this job has not "
+                "resumed from it. Call run.resume(...) before the first save to go on from there; or start anew in "
+                "another directory, or here with Run(..., fresh=True), which puts the old steps aside"
+            )
 
     def _go_on(self, step: int | None, agreed: AgreedSteps, skipped: Collection[int] = ()) -> None:
         """Go on from a step, or from zero for None. Remove near steps, and put aside steps, that the run has left

@@ -91,7 +91,7 @@ class Step:
 
     @property
     def reason(self) -> str:
-        """Why it was saved: "every", "asked", "signal" or "call"; "" if no run saved it."""
+        """Why it was saved: "every", "asked", "signal", "end" or "call"; "" if no run saved it."""
         return str(self._of_run.get("why", ""))
 
     @property

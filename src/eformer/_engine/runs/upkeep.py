@@ -1,6 +1,6 @@
 """Remove old steps in a thread of their own: a slow, failing or hanging deletion never makes a save wait.
 
-Tests: tests/engine/runs/test_background.py, tests/faults/test_run_upkeep.py.
+Tests: tests/engine/runs/test_background.py.
 """
 
 from __future__ import annotations

@@ -193,7 +193,9 @@ def start(
 def _place_of(path: str | os.PathLike[str], form: Kind) -> tuple[Store, str]:
     """Return the directory to save to, and the name of a single file or ""."""
     place = absolute(path)
-    if "." not in place.rstrip("/").rpartition("/")[2]:  # a directory: a bucket need not be asked, which takes time
+    if (
+        "." not in place.rstrip("/").rpartition("/")[2]
+    ):  # a directory: a bucket need not be asked, which takes time
         return store_at(place), ""
     store, name = locate(place)
     refuse_other_suffix(name, form)

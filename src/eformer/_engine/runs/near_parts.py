@@ -4,7 +4,7 @@ A near step has one part for each process that saved it. The process that saved 
 directory; copies of it may be in the near directories of other hosts. After a restart, processes may have other numbers
 and other directories, so each process tells the parts that it finds, and reads a part wherever it is.
 
-Tests: tests/engine/runs/test_parts.py, tests/multihost/test_near_copies.py.
+Tests: tests/engine/runs/test_near_parts.py, tests/multihost/test_near_copies.py.
 """
 
 from __future__ import annotations
