@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 import pytest
 
 from eformer._engine.processes import hosts, lines
-from eformer._engine.processes.lines import Address, Door, dial
+from eformer._engine.processes.lines import Door, DoorAddress, dial
 
 LOOPBACK = "127.0.0.1"
 
@@ -74,13 +74,13 @@ def test_random_bytes_never_open_a_door(door):
 
 def test_a_wrong_secret_is_refused_by_both_ends(door):
     with pytest.raises(ConnectionError):
-        dial(Address(LOOPBACK, door.address.port, "0" * 64))
+        dial(DoorAddress(LOOPBACK, door.address.port, "0" * 64))
     assert answers(door)
 
 
 def test_a_door_that_does_not_know_the_secret_is_not_believed(door):
     with Door(LOOPBACK, echo) as other, pytest.raises(ConnectionError):
-        dial(Address(LOOPBACK, other.address.port, door.address.secret))
+        dial(DoorAddress(LOOPBACK, other.address.port, door.address.secret))
 
 
 @pytest.mark.parametrize("data", [b"", b"eformer\2" + b"\0" * 64, b"eformer\1" + b"\0" * 64])
@@ -97,7 +97,7 @@ def test_a_server_that_is_no_door_is_refused(monkeypatch, data):
         thread = threading.Thread(target=serve)
         thread.start()
         with pytest.raises((ConnectionError, TimeoutError)):
-            dial(Address(LOOPBACK, server.getsockname()[1], "0" * 64))
+            dial(DoorAddress(LOOPBACK, server.getsockname()[1], "0" * 64))
         thread.join()
 
 

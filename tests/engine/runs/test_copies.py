@@ -15,11 +15,11 @@ from eformer._engine.processes.lines import Door, dial
 from eformer._engine.record.manifest import Manifest
 from eformer._engine.runs import copies
 from eformer._engine.runs.copies import Follower, Shelf
-from eformer._engine.runs.near_parts import GIVEN, GONE, NearStep, Part, Read, RemoteFiles
+from eformer._engine.runs.near_parts import GIVEN, GONE, NearPart, NearStep, ReadRange, RemoteFiles
 from support.links import contents
 
 EPOCH = "0123456789abcdef"
-PART = Part(NearStep(3, EPOCH), 0, 2)
+PART = NearPart(NearStep(3, EPOCH), 0, 2)
 PLACE = f"process-0/{EPOCH}/step-3"
 COPY = f"process-1/of-process-0/{EPOCH}/step-3"
 
@@ -107,7 +107,7 @@ def test_a_newer_part_is_copied_as_soon_as_it_is_there(owner, shelf, holder):
         assert followed.has_copied.wait(30)
         followed.has_copied.clear()
         checkpoint.save({"w": np.ones(3)}, owner / f"process-0/{EPOCH}/step-6")
-        shelf.put(Part(NearStep(6, EPOCH), 0, 2), f"process-0/{EPOCH}/step-6", is_new=True)
+        shelf.put(NearPart(NearStep(6, EPOCH), 0, 2), f"process-0/{EPOCH}/step-6", is_new=True)
         assert followed.has_copied.wait(30)
     assert [part.step.number for part, _ in followed.copied] == [3, 6]
 
@@ -123,7 +123,8 @@ def test_a_part_that_is_removed_while_it_is_read_stays_readable(owner, dialled):
 
 
 @pytest.mark.parametrize(
-    "part", [Part(NearStep(4, EPOCH), 0, 2), Part(NearStep(3, ""), 0, 2), Part(NearStep(3, EPOCH), 9, 2)]
+    "part",
+    [NearPart(NearStep(4, EPOCH), 0, 2), NearPart(NearStep(3, ""), 0, 2), NearPart(NearStep(3, EPOCH), 9, 2)],
 )
 def test_a_part_that_is_not_on_the_shelf_cannot_be_read(dialled, part):
     with pytest.raises(FileNotFoundError):
@@ -144,7 +145,7 @@ SENSELESS = {
     "nothing": b"",
     "no msgpack": b"\xc1",
     "too many bytes": bytes(5000),
-    "a read before a part is open": msgspec.msgpack.encode(Read(0, 0, 1)),
+    "a read before a part is open": msgspec.msgpack.encode(ReadRange(0, 0, 1)),
     "a path": msgspec.msgpack.encode({"type": "open", "part": [[3, "../../etc"], 0, 2]}),
     "a negative step": msgspec.msgpack.encode({"type": "open", "part": [[-3, EPOCH], 0, 2]}),
     "a terabyte": msgspec.msgpack.encode({"type": "read", "file": 0, "offset": 0, "nbytes": 2**40}),
@@ -193,7 +194,7 @@ NEWS = GIVEN + msgspec.msgpack.encode(PART)
 FALSE = {
     "no message": {"newest": b""},
     "no part": {"newest": GIVEN + b"\xc1"},
-    "a part of another process": {"newest": GIVEN + msgspec.msgpack.encode(Part(PART.step, 1, 2))},
+    "a part of another process": {"newest": GIVEN + msgspec.msgpack.encode(NearPart(PART.step, 1, 2))},
     "an epoch with slashes": {"newest": GIVEN + msgspec.msgpack.encode([[3, "../../../../tmp"], 0, 2])},
     "a negative number": {"newest": GIVEN + msgspec.msgpack.encode([[-3, EPOCH], 0, 2])},
     "no list of files": {"newest": NEWS, "open": GIVEN + b"\xc1"},
@@ -293,6 +294,7 @@ def test_an_answer_that_the_part_is_gone_is_no_failure(holder, caplog):
             line.send(answer)
         line.receive(2**12)
         asked.set()
+        line.receive(2**12)  # the door is closed meanwhile
 
     with caplog.at_level(logging.WARNING), Followed(serve, holder):
         assert asked.wait(30)
@@ -303,7 +305,7 @@ def test_a_process_that_saves_faster_than_it_is_copied_is_named(owner, shelf, ho
     def save_another(step=[3]):  # noqa: B006
         step[0] += 3
         checkpoint.save({"w": np.ones(step[0])}, owner / f"process-0/{EPOCH}/step-{step[0]}")
-        shelf.put(Part(NearStep(step[0], EPOCH), 0, 2), f"process-0/{EPOCH}/step-{step[0]}", is_new=True)
+        shelf.put(NearPart(NearStep(step[0], EPOCH), 0, 2), f"process-0/{EPOCH}/step-{step[0]}", is_new=True)
 
     with caplog.at_level(logging.WARNING), Followed(shelf.serve, holder) as followed:
         note = followed.note

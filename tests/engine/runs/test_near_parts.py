@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
-from eformer._engine.processes.lines import Address
+from eformer._engine.processes.lines import DoorAddress
 from eformer._engine.runs.near_parts import (
     Held,
     Here,
+    NearPart,
     NearStep,
-    Part,
     PartStore,
+    found_by_url,
     holders_of_copies,
-    readable,
     where_parts_are,
 )
 from eformer._engine.runs.own_part import joined_tree
@@ -22,7 +22,7 @@ from eformer.errors import CorruptionError, FormatError
 
 EPOCH = "0123456789abcdef"
 STEP = NearStep(3, EPOCH)
-DOOR = Address("127.0.0.1", 1, "")
+DOOR = DoorAddress("127.0.0.1", 1, "")
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_copies_are_on_other_hosts_as_long_as_there_are_any(hosts, copies, holde
 
 def found(*parts_of_each, doors=True, count=2):
     held = [
-        Held(str(process), DOOR if doors else None, [Part(STEP, owner, count) for owner in parts])
+        Held(str(process), DOOR if doors else None, [NearPart(STEP, owner, count) for owner in parts])
         for process, parts in enumerate(parts_of_each)
     ]
     return [one.step for one in where_parts_are(held, lambda step: step == STEP).steps]
@@ -70,7 +70,11 @@ def test_another_number_of_processes_needs_all_parts():
 
 
 def test_parts_that_cannot_be_are_passed_over():
-    held = [Held("a", None, [Part(STEP, 5, 2), Part(STEP, 0, 2**60), Part(NearStep(9, "f" * 16), 0, 1)])]
+    held = [
+        Held(
+            "a", None, [NearPart(STEP, 5, 2), NearPart(STEP, 0, 2**60), NearPart(NearStep(9, "f" * 16), 0, 1)]
+        )
+    ]
     assert where_parts_are(held, lambda step: step == STEP).steps == []
 
 
@@ -85,7 +89,7 @@ def two(tmp_path):
 
 
 def loaded(paths):
-    with readable(PartStore("near-step://part", [Here(str(path)) for path in paths])) as url:
+    with found_by_url(PartStore("near-step://part", [Here(str(path)) for path in paths])) as url:
         return checkpoint.load(url)["w"]
 
 

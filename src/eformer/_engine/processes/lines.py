@@ -42,7 +42,7 @@ _MAGIC = b"eformer\1"
 _RANDOM, _PROOF = 32, 32  # bytes
 
 
-class Address(Struct, frozen=True, array_like=True):
+class DoorAddress(Struct, frozen=True, array_like=True):
     """The address of a door, and its secret."""
 
     host: str
@@ -113,7 +113,7 @@ class Line:
         return nbytes
 
 
-def dial(address: Address, patience: float = 0.0) -> Line:
+def dial(address: DoorAddress, patience: float = 0.0) -> Line:
     """Open a line to a door. Raise OSError if the door is closed or does not know the secret, or hangs up for so many
     seconds, because it has too many lines."""
     until = time.monotonic() + patience
@@ -126,7 +126,7 @@ def dial(address: Address, patience: float = 0.0) -> Line:
             time.sleep(_POLL)
 
 
-def _dial(address: Address) -> Line:
+def _dial(address: DoorAddress) -> Line:
     line = Line(socket.create_connection((address.host, address.port), GREETING_SECONDS))
     try:
         greeting = bytearray(len(_MAGIC) + _RANDOM)
@@ -157,7 +157,7 @@ class Door:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=MOST_LINES)
         self._socket.settimeout(_POLL)
-        self.address = Address(host, self._socket.getsockname()[1], secrets.token_hex(32))
+        self.address = DoorAddress(host, self._socket.getsockname()[1], secrets.token_hex(32))
         self._serve, self._is_closed = serve, threading.Event()
         self._lines: weakref.WeakSet[Line] = weakref.WeakSet()
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()

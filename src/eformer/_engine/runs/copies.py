@@ -25,7 +25,7 @@ import msgspec
 from eformer._engine.loading.fetch import check_pieces, raise_damage
 from eformer._engine.loading.read_plan import Want
 from eformer._engine.processes.hosts import own_address
-from eformer._engine.processes.lines import SECONDS, Address, Door, Line, dial
+from eformer._engine.processes.lines import SECONDS, Door, DoorAddress, Line, dial
 from eformer._engine.record.digests import check_own_digest
 from eformer._engine.record.indexes import MANIFEST
 from eformer._engine.record.manifest import Manifest, TreeEntry
@@ -39,10 +39,10 @@ from eformer._engine.runs.near_parts import (
     MOST_MANIFEST,
     MOST_REQUEST,
     EndedError,
+    NearPart,
     NearStep,
     Newest,
     Open,
-    Part,
     RemoteFiles,
     ask,
     holders_of_copies,
@@ -54,7 +54,7 @@ from eformer._engine.stores.local import LocalStore, appearing
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from eformer._engine.runs.near_parts import Request, Where
@@ -68,7 +68,7 @@ _MOST_FILES = 2**14  # of a part
 _THREADS = 2  # that check a copy
 _NONE_YET = NearStep(0)  # before all steps
 
-_read_part = msgspec.msgpack.Decoder(Part | None).decode
+_read_part = msgspec.msgpack.Decoder(NearPart | None).decode
 
 
 # ------------------------------------------------------------------------------------------- the owner
@@ -79,12 +79,12 @@ class Shelf:
 
     def __init__(self, near: Path) -> None:
         self._near = near
-        self._places: dict[Part, str] = {}
-        self._newest: Part | None = None
+        self._places: dict[NearPart, str] = {}
+        self._newest: NearPart | None = None
         self._news = threading.Condition()
         self._ended = threading.Event()
 
-    def put(self, part: Part, place: str, *, is_new: bool = False) -> None:
+    def put(self, part: NearPart, place: str, *, is_new: bool = False) -> None:
         """Let other processes read a part, at a path below the near directory. `is_new` tells the processes that wait
         for one."""
         with self._news:
@@ -93,11 +93,10 @@ class Shelf:
                 self._newest = part
                 self._news.notify_all()
 
-    def clear(self, but: Sequence[Part] = ()) -> None:
-        """Forget the parts that are gone."""
+    def clear(self) -> None:
+        """Forget all parts: an epoch begins, and no process reads those from before."""
         with self._news:
-            self._places = {part: place for part, place in self._places.items() if part in but}
-            self._newest = None
+            self._places, self._newest = {}, None
 
     def close(self) -> None:
         with self._news:
@@ -120,7 +119,7 @@ class Shelf:
                     memory = memoryview(bytearray(request.nbytes))
                     line.send(memory[: read_into(files[request.file], memory, request.offset)])
 
-    def _newer(self, after: NearStep) -> Part | None:
+    def _newer(self, after: NearStep) -> NearPart | None:
         """Wait for a part that is newer than a step; None if none comes for a while."""
 
         def is_there() -> bool:
@@ -129,7 +128,7 @@ class Shelf:
         with self._news:
             return self._newest if self._news.wait_for(is_there, _WAIT) else None
 
-    def _open(self, part: Part, line: Line, opened: ExitStack) -> list[int]:
+    def _open(self, part: NearPart, line: Line, opened: ExitStack) -> list[int]:
         """Open all files of a part, so that they can be read even after the part is removed. Send their names."""
         try:
             place = self._places[part]
@@ -162,11 +161,11 @@ class Follower:
     def __init__(
         self,
         owner: int,
-        address: Address,
+        address: DoorAddress,
         near: Path,
         place: str,
         make_room: Callable[[], None],
-        on_copied: Callable[[Part, str], None],
+        on_copied: Callable[[NearPart, str], None],
     ) -> None:
         self._owner, self._address = owner, address
         self._near, self._place = near, place
@@ -201,7 +200,7 @@ class Follower:
     def _copy_after(self, newest: NearStep, line: Line) -> NearStep:
         """Wait for a part of a later step, and copy it. Return the newest step that needs no copy any more."""
         began = time.monotonic()
-        part: Part | None = _read_part(ask(line, Newest(newest), _WAIT + SECONDS))
+        part: NearPart | None = _read_part(ask(line, Newest(newest), _WAIT + SECONDS))
         waited = time.monotonic() - began
         if part is None:
             return newest
@@ -228,7 +227,7 @@ class Follower:
                 took,
             )
 
-    def copy(self, part: Part, files: RemoteFiles) -> int:
+    def copy(self, part: NearPart, files: RemoteFiles) -> int:
         """Copy a part, and return its length. It appears whole, once all digests match."""
         manifest, tree = _manifest_of(part, files)
         nbytes = len(manifest) + sum(file.nbytes for file in tree.files)
@@ -274,8 +273,8 @@ class Follower:
         self._is_failing = True
 
 
-def _manifest_of(part: Part, files: RemoteFiles) -> tuple[bytes, TreeEntry]:
-    """Read and check the manifest of a part: its own digest, and the names and lengths of its files."""
+def _manifest_of(part: NearPart, files: RemoteFiles) -> tuple[bytes, TreeEntry]:
+    """ReadRange and check the manifest of a part: its own digest, and the names and lengths of its files."""
     origin = f"the manifest of step {part.step.number} of process {part.owner}"
     nbytes = files.sizes.get(MANIFEST, 0)
     if nbytes > MOST_MANIFEST:
@@ -336,7 +335,7 @@ class Exchange:
     """The exchange of parts with the other processes of the job: the shelf and the door of this process, and the copies
     that it makes. Raise OSError if no port can be opened."""
 
-    def __init__(self, near: Path, places: Mapping[Part, str]) -> None:
+    def __init__(self, near: Path, places: Mapping[NearPart, str]) -> None:
         self._near, self.shelf = near, Shelf(near)
         for part, place in places.items():
             self.shelf.put(part, place)

@@ -39,12 +39,12 @@ from eformer._engine.runs.near_parts import (
     SCHEME,
     Held,
     Here,
+    NearPart,
     NearStep,
-    Part,
     PartStore,
     There,
     Where,
-    readable,
+    found_by_url,
     where_parts_are,
 )
 from eformer._engine.runs.own_part import load_joined, load_own, own_part_of
@@ -152,7 +152,7 @@ class NearTier:
             store_options=None,
         )
         self._epochs, self._epoch = _Epochs(), ""
-        self._found: dict[Part, str] = {}
+        self._found: dict[NearPart, str] = {}
         self._where = Where()
         self._exchange: Exchange | None = None
         self._end_exchange: Callable[[], object] = lambda: None
@@ -224,7 +224,7 @@ class NearTier:
         try:
             if can_join and (is_again or not has_own):
                 return self._load_joined(parts, request)
-            with readable(self._part(parts, jax.process_index())) as url:
+            with found_by_url(self._part(parts, jax.process_index())) as url:
                 return load_own(url, _id_of(step), request)
         except ProcessError:  # a ProcessError may be a TimeoutError, and so an OSError
             raise
@@ -239,7 +239,7 @@ class NearTier:
 
     def _part(self, parts: StepParts, owner: int) -> PartStore:
         """Return the store of a part, which reads it in the near directory or asks the processes that hold it."""
-        part, me = Part(parts.step, owner, parts.count), jax.process_index()
+        part, me = NearPart(parts.step, owner, parts.count), jax.process_index()
         here = [Here(str(self._near / self._found[part]))] if part in self._found else []
         doors = [self._where.doors[holder] for holder in parts.holders[owner] if holder != me]
         there = [There(door, part) for door in doors if door is not None]
@@ -306,7 +306,7 @@ class NearTier:
             hosts=_hosts.current("saves", (jax.process_index(),), self._timeout),
         )
         save.late, save.own_metadata = late, position
-        part = Part(step, jax.process_index(), jax.process_count())
+        part = NearPart(step, jax.process_index(), jax.process_count())
         self._pending = Pending(str(self._near / place))
         self.note_save(done.step)
         try:
@@ -316,7 +316,7 @@ class NearTier:
             save.turn.end()
             raise
 
-    def _carry_out(self, save: Save, part: Part, place: str, began: float) -> None:
+    def _carry_out(self, save: Save, part: NearPart, place: str, began: float) -> None:
         """Remove all but the last whole steps, then write the new step."""
         try:
             # Computed arrays prove that every process has finished the last step but one.
@@ -370,14 +370,14 @@ class NearTier:
 
     # --------------------------------------------------------------------------------------- files
 
-    def _find_parts(self) -> dict[Part, str]:
+    def _find_parts(self) -> dict[NearPart, str]:
         """Find the whole parts in the near directory, of any process, and their places below it."""
-        found: dict[Part, str] = {}
+        found: dict[NearPart, str] = {}
         for place, owner in self._all_places():
             for step in self._steps_in(place):
                 path = _path_in(place, step)
                 if count := _count_of(Step(step.number, str(self._near / path))):
-                    found.setdefault(Part(step, owner, count), path)
+                    found.setdefault(NearPart(step, owner, count), path)
         return found
 
     def _places(self) -> list[tuple[str, int]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 
 import msgspec
 
-from eformer._engine.processes.lines import Address, Line, dial
+from eformer._engine.processes.lines import DoorAddress, Line, dial
 from eformer._engine.record.digests import check_own_digest
 from eformer._engine.record.indexes import MANIFEST
 from eformer._engine.record.manifest import Manifest
@@ -48,7 +48,7 @@ class NearStep(msgspec.Struct, frozen=True, order=True, array_like=True):
     epoch: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{16})?$")] = ""
 
 
-class Part(msgspec.Struct, frozen=True, order=True, array_like=True):
+class NearPart(msgspec.Struct, frozen=True, order=True, array_like=True):
     """The part of a near step that the process `owner` of `count` has saved."""
 
     step: NearStep
@@ -63,8 +63,8 @@ class Held(msgspec.Struct):
     """The message of a process that begins: its host, its door if it has one, and the whole parts that it finds."""
 
     host: str
-    door: Address | None
-    parts: list[Part]
+    door: DoorAddress | None
+    parts: list[NearPart]
 
 
 class StepParts(msgspec.Struct):
@@ -82,7 +82,7 @@ class Where(msgspec.Struct):
     """The answer to all processes: the number of each process's host, its door, and the near steps of the run."""
 
     hosts: list[int] = []
-    doors: list[Address | None] = []
+    doors: list[DoorAddress | None] = []
     steps: list[StepParts] = []
 
     def of(self, step: NearStep) -> StepParts:
@@ -156,10 +156,10 @@ class Newest(msgspec.Struct, frozen=True, tag="newest"):
 class Open(msgspec.Struct, frozen=True, tag="open"):
     """Ask for the files of a part, by number: their names and lengths. They stay readable until the next part."""
 
-    part: Part
+    part: NearPart
 
 
-class Read(msgspec.Struct, frozen=True, tag="read"):
+class ReadRange(msgspec.Struct, frozen=True, tag="read"):
     """Ask for a range of a file."""
 
     file: _Number
@@ -167,7 +167,7 @@ class Read(msgspec.Struct, frozen=True, tag="read"):
     nbytes: Annotated[int, msgspec.Meta(ge=0, le=BLOCK_BYTES)]
 
 
-Request = Newest | Open | Read
+Request = Newest | Open | ReadRange
 read_request = msgspec.msgpack.Decoder(Request).decode
 _read_files = msgspec.msgpack.Decoder(list[tuple[str, _Number]]).decode
 
@@ -192,7 +192,7 @@ def ask(line: Line, request: Newest | Open, seconds: float) -> bytes:
 class RemoteFiles:
     """The files of a part that another process has, by name."""
 
-    def __init__(self, line: Line, part: Part, seconds: float) -> None:
+    def __init__(self, line: Line, part: NearPart, seconds: float) -> None:
         self._line, self._lock = line, Lock()
         try:
             listed = _read_files(ask(line, Open(part), seconds))
@@ -209,7 +209,7 @@ class RemoteFiles:
         with self._lock:
             while done < len(memory):
                 block = memory[done : done + BLOCK_BYTES]
-                self._line.send(msgspec.msgpack.encode(Read(number, offset + done, len(block))))
+                self._line.send(msgspec.msgpack.encode(ReadRange(number, offset + done, len(block))))
                 nbytes = self._line.receive_into(block)
                 done += nbytes
                 if nbytes < len(block):
@@ -220,7 +220,7 @@ class RemoteFiles:
 # ------------------------------------------------------------------------------------- sources of a part
 
 
-class Source(Protocol):
+class PartSource(Protocol):
     """A place from which the files of a part are read."""
 
     def sizes(self) -> Mapping[str, int]:
@@ -251,7 +251,7 @@ class Here:
 class There:
     """A part that another process finds. The line is opened at the first read, and again after `close`."""
 
-    def __init__(self, address: Address, part: Part) -> None:
+    def __init__(self, address: DoorAddress, part: NearPart) -> None:
         self._address, self._part = address, part
         self._lock = Lock()
         self._line: Line | None = None
@@ -319,7 +319,7 @@ class _NearStore(ListedStore):
 class PartStore(_NearStore):
     """A part of a near step, read from the first of several sources that has its bytes undamaged."""
 
-    def __init__(self, url: str, sources: Sequence[Source]) -> None:
+    def __init__(self, url: str, sources: Sequence[PartSource]) -> None:
         self._sources, self.source, problems = sources, 0, []
         for self.source, source in enumerate(sources):
             try:
@@ -360,7 +360,7 @@ class PartStore(_NearStore):
             source.close()
 
 
-def _manifest_of(source: Source, sizes: Mapping[str, int]) -> bytes:
+def _manifest_of(source: PartSource, sizes: Mapping[str, int]) -> bytes:
     nbytes = sizes.get(MANIFEST, 0)
     if not 0 < nbytes <= MOST_MANIFEST:
         raise FormatError(f"its manifest has {nbytes} bytes")
@@ -393,7 +393,7 @@ class _PartFiles(UnchangingFiles):
         return self._files[number][1]
 
     def forget(self, number: int, offset: int, nbytes: int) -> bool:
-        """Read the file from the next source from now on. Return False if it has always had one source."""
+        """ReadRange the file from the next source from now on. Return False if it has always had one source."""
         return self._after(number, self._used[number]) != self._store.source
 
     def _after(self, number: int, used: int) -> int:
@@ -412,7 +412,7 @@ STORES[SCHEME] = _readable.__getitem__
 
 
 @contextmanager
-def readable(store: PartStore | JoinedStore) -> Iterator[str]:
+def found_by_url(store: PartStore | JoinedStore) -> Iterator[str]:
     """Let loads find a store by its URL during the block, and close it afterwards."""
     _readable[store.url] = store
     try:

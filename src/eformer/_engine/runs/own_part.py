@@ -29,7 +29,7 @@ from eformer._engine.record.manifest import (
     encode_leaves,
 )
 from eformer._engine.record.values import parse_json
-from eformer._engine.runs.near_parts import JoinedStore, readable
+from eformer._engine.runs.near_parts import JoinedStore, found_by_url
 from eformer._engine.runs.steps import RUN_METADATA, facts_of_run
 from eformer._engine.saving.snapshot import metadata_to_json
 from eformer._engine.trees.devices import is_key
@@ -188,7 +188,7 @@ def load_joined(
     trees = [part.tree for part in parts]
     tree = joined_tree(trees, url, common_id, own=own, metadata=_joined_metadata(trees, own))
     manifest = Manifest(format=SAFETENSORS, trees={"": tree}).to_json()
-    with readable(JoinedStore(url, parts, manifest)) as path:
+    with found_by_url(JoinedStore(url, parts, manifest)) as path:
         return load_tree([path], request)
 
 
