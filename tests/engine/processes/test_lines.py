@@ -48,7 +48,7 @@ def stranger(door, data):
             connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)
             return b"".join(iter(lambda: connection.recv(1000), b""))
-        except ConnectionError:
+        except OSError:  # the door has hung up already
             return b""
 
 
