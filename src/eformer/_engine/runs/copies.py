@@ -32,7 +32,6 @@ from eformer._engine.record.manifest import Manifest, TreeEntry
 from eformer._engine.record.step_names import step_name
 from eformer._engine.record.text import size
 from eformer._engine.runs.near_parts import (
-    BLOCK_BYTES,
     ENDED,
     GIVEN,
     GONE,
@@ -64,6 +63,7 @@ logger = logging.getLogger("eformer")
 _WAIT = 10.0  # seconds that the owner waits for a newer part, before it answers that there is none
 _PAUSE = 5.0  # seconds until a process is asked again after an error
 _BEHIND = 3  # copies, one after the other, during each of which a newer part was saved
+_COPIED_TOGETHER = 8 * 2**20  # bytes
 _MOST_FILES = 2**14  # of a part
 _THREADS = 2  # that check a copy
 _NONE_YET = NearStep(0)  # before all steps
@@ -246,12 +246,12 @@ class Follower:
         return nbytes
 
     def _fetch(self, files: RemoteFiles, name: str, nbytes: int, folder: Path) -> None:
-        memory = memoryview(bytearray(min(nbytes, BLOCK_BYTES)))
+        memory = memoryview(bytearray(min(nbytes, _COPIED_TOGETHER)))
         with Directory.open(folder) as directory, Closing(directory.create(name)) as file:
-            for offset in range(0, nbytes, BLOCK_BYTES):
+            for offset in range(0, nbytes, _COPIED_TOGETHER):
                 if self._is_closed.is_set():
                     raise InterruptedError("the run has ended")
-                block = memory[: min(BLOCK_BYTES, nbytes - offset)]
+                block = memory[: min(_COPIED_TOGETHER, nbytes - offset)]
                 if files.read_into(name, block, offset) < len(block):
                     raise OSError(f"{name} was cut short")
                 write_all(file, block, offset)

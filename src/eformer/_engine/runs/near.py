@@ -261,7 +261,9 @@ class NearTier:
         for place, _ in self._places():
             _remove_but(stay, self._near, place)
         if self._exchange:
-            self._exchange.begin(self._where, self._copies, self._own, self._make_room)
+            self._exchange.begin(
+                self._where, self._copies, self._own, functools.partial(_make_room, self._near)
+            )
         self.note_save(number)
 
     def _read_epochs(self) -> _Epochs:
@@ -334,25 +336,15 @@ class NearTier:
 
     def _remove_old(self) -> None:
         """Remove the own steps but the last ones, and the parts of other processes from before them."""
-        there = sorted(self._steps_in(self._own))
+        there = sorted(_steps_in(self._near, self._own))
         for step in there[:-_KEPT]:
-            self._remove(self._own, step)
+            _remove(self._near, self._own, step)
         if len(there) < _KEPT:
             return
         for place, _ in self._places():
-            for step in self._steps_in(place) if place != self._own else ():
+            for step in _steps_in(self._near, place) if place != self._own else ():
                 if step.number < there[-_KEPT].number:
-                    self._remove(place, step)
-
-    def _make_room(self, place: str) -> None:
-        """Remove all but the last copies of the parts of a process, before the next is made."""
-        for step in sorted(self._steps_in(place))[:-_COPIES_KEPT]:
-            self._remove(place, step)
-
-    def _remove(self, place: str, step: NearStep) -> None:
-        path = f"{place}/{step.epoch}"
-        with _logged(self._near / path), Directory.open(self._near) as near, near.enter(path) as folder:
-            _remove_entry(folder, step_name(step.number))
+                    _remove(self._near, place, step)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the near save that runs. Log its error, and do not raise it."""
@@ -374,7 +366,7 @@ class NearTier:
         """Find the whole parts in the near directory, of any process, and their places below it."""
         found: dict[NearPart, str] = {}
         for place, owner in self._all_places():
-            for step in self._steps_in(place):
+            for step in _steps_in(self._near, place):
                 path = _path_in(place, step)
                 if count := _count_of(Step(step.number, str(self._near / path))):
                     found.setdefault(NearPart(step, owner, count), path)
@@ -399,15 +391,27 @@ class NearTier:
     def _is_other(self, entry: tuple[str, object]) -> bool:
         return entry[0] != self._own
 
-    def _steps_in(self, place: str) -> list[NearStep]:
-        """List the steps in a place, whole or damaged, of any run."""
-        folder = self._near / place
-        return [
-            NearStep(step.number, epoch)
-            for epoch, kind in kinds_if_there(store_at(folder)).items()
-            if kind == "directory" and _EPOCH.fullmatch(epoch)
-            for step in steps_if_there(folder / epoch)
-        ]
+
+def _steps_in(near: Path, place: str) -> list[NearStep]:
+    """List the steps in a place, whole or damaged, of any run."""
+    return [
+        NearStep(step.number, epoch)
+        for epoch, kind in kinds_if_there(store_at(near / place)).items()
+        if kind == "directory" and _EPOCH.fullmatch(epoch)
+        for step in steps_if_there(near / place / epoch)
+    ]
+
+
+def _make_room(near: Path, place: str) -> None:
+    """Remove all but the last copies of the parts of a process, before the next is made."""
+    for step in sorted(_steps_in(near, place))[:-_COPIES_KEPT]:
+        _remove(near, place, step)
+
+
+def _remove(near: Path, place: str, step: NearStep) -> None:
+    path = f"{place}/{step.epoch}"
+    with _logged(near / path), Directory.open(near) as tier, tier.enter(path) as folder:
+        _remove_entry(folder, step_name(step.number))
 
 
 def _path_in(place: str, step: NearStep) -> str:

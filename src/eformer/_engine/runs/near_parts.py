@@ -35,6 +35,7 @@ SCHEME = "near-step"
 
 BLOCK_BYTES = 2**20  # of a message on a line
 MOST_REQUEST = 2**12
+_ASKED_AHEAD = 16  # ranges of a file
 _MOST_ANSWER = 2**22  # bytes of a list of files
 MOST_MANIFEST = 2**28
 
@@ -205,15 +206,16 @@ class RemoteFiles:
         """Fill `memory` from an offset on. Return the number of bytes, which is smaller only at the end of the file."""
         if (number := self._numbers.get(name)) is None:
             raise FileNotFoundError(f"{self._line.peer} does not have the file {name[:200]!r}")
+        starts = range(0, len(memory), BLOCK_BYTES)
         done = 0
         with self._lock:
-            while done < len(memory):
-                block = memory[done : done + BLOCK_BYTES]
-                self._line.send(msgspec.msgpack.encode(ReadRange(number, offset + done, len(block))))
-                nbytes = self._line.receive_into(block)
-                done += nbytes
-                if nbytes < len(block):
-                    break
+            for first in range(0, len(starts), _ASKED_AHEAD):  # so that neither process waits for the other
+                some = starts[first : first + _ASKED_AHEAD]
+                for start in some:
+                    nbytes = min(BLOCK_BYTES, len(memory) - start)
+                    self._line.send(msgspec.msgpack.encode(ReadRange(number, offset + start, nbytes)))
+                for start in some:
+                    done += self._line.receive_into(memory[start : start + BLOCK_BYTES])
         return done
 
 
