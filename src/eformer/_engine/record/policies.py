@@ -138,17 +138,22 @@ class Near:
 
     path    a directory in memory or on a local disk of each host, such as "/dev/shm/llama"
     every   when `Run.after` saves there: a number of steps, a timedelta, an `Every`, or several
+    copies  on how many other hosts each process's part is copied, over the network. With copies, each process opens a
+            port for the other processes of the job
 
     Example:
 
-        >>> near = checkpoint.Near("/dev/shm/llama", every=50)
+        >>> near = checkpoint.Near("/dev/shm/llama", every=50, copies=1)
         >>> run = checkpoint.Run("runs/new", every=1000, near=near)
     """
 
     path: str | os.PathLike[str]
     every: int | timedelta | Every | Sequence[Every] = field(kw_only=True)
+    copies: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
+        if isinstance(self.copies, bool) or operator.index(self.copies) < 0:
+            raise ValueError(f"Near(copies={self.copies!r}): expected a number of other hosts, 0 or more")
         if not (rules := every_from(self.every)):
             raise ValueError(f"Near(every={self.every!r}): no rule says when near steps are saved")
         if any(rule.continuous or rule.only for rule in rules):

@@ -16,7 +16,8 @@ from eformer._engine.processes.hosts import meeting
 from eformer._engine.record.policies import ranked, rule_of_metric
 from eformer._engine.record.text import count, few, glance
 from eformer._engine.record.values import json_decoder
-from eformer._engine.runs.near import NearStep
+from eformer._engine.runs.near_parts import Held, NearStep, Where
+from eformer._engine.runs.own_part import PART_METADATA
 from eformer._engine.runs.positions import set_position
 from eformer._engine.runs.retention import put_aside
 from eformer._engine.tasks.interrupts import is_of_caller
@@ -71,9 +72,9 @@ class Resumed:
 
 
 class _OwnSteps(msgspec.Struct):
-    """The message of a process that begins: the near steps that it holds, and whether it starts anew."""
+    """The message of a process that begins: the parts of near steps that it finds, and whether it starts anew."""
 
-    near: list[NearStep]
+    near: Held | None
     fresh: bool
 
 
@@ -81,10 +82,11 @@ class AgreedSteps(msgspec.Struct):
     """The answer to all processes.
 
     far      the steps of the run
-    near     the near steps that all processes hold
+    near     the near steps that all processes can load
     best     the steps of the run that have the metric of a rule, the best first
     epoch    the id of the epoch that begins
     before   the earlier epochs of the run
+    where    where the parts of the near steps are
     """
 
     far: list[int]
@@ -92,6 +94,7 @@ class AgreedSteps(msgspec.Struct):
     best: list[int]
     epoch: str
     before: list[str]
+    where: Where
 
     @property
     def steps(self) -> list[NearStep]:
@@ -150,7 +153,7 @@ class Job:
         listed: Callable[[], Sequence[Step]] | None = None,
     ) -> AgreedSteps:
         """Agree on the steps: the steps of the run that the first process lists, and the near steps that all processes
-        hold. `listed` returns the steps of the run if they are listed already.
+        can load. `listed` returns the steps of the run if they are listed already.
 
         With `claims`, this job becomes the writer first. A job that is the writer already raises SupersededError if
         another job has taken over. With a `rule`, rank the steps of the run by its metric.
@@ -163,18 +166,23 @@ class Job:
             if claims:
                 self.writer.claim()
             there = listed() if listed else steps_if_there(self.path)
-            common, epochs = near.in_common([one.near for one in held]) if near else ([], [])
+            common, epochs, where = (
+                near.in_common([one.near for one in held if one.near]) if near else ([], [], Where())
+            )
             best = ranked(facts_by_metrics(there), rule) if rule else []
             far = [step.number for step in there]
-            return msgspec.json.encode(AgreedSteps(far, common, best, secrets.token_hex(8), epochs))
+            return msgspec.json.encode(AgreedSteps(far, common, best, secrets.token_hex(8), epochs, where))
 
         with meeting("runs", self.timeout) as hosts:
             if self.writer.has_claimed and hosts.number == 0:
                 self.writer.check()
-            mine = _OwnSteps(near.look() if near else [], fresh)
+            mine = _OwnSteps(near.look() if near else None, fresh)
             answered = hosts.meet(msgspec.json.encode(mine), answer)
         self.writer.has_claimed = self.writer.has_claimed or claims
-        return json_decoder(AgreedSteps).decode(answered)
+        agreed = json_decoder(AgreedSteps).decode(answered)
+        if near:
+            near.note_where(agreed.where)
+        return agreed
 
     def load_first(
         self, candidates: Sequence[NearStep], request: Request, *, fallback: bool
@@ -185,8 +193,9 @@ class Job:
             number = step.number
             try:
                 loaded, problem = self._load(step, request)
-                if loaded is None and fallback:  # once more: a network file system may show an old directory
-                    loaded, problem = self._load(step, request)
+                # Once more: a network file system may show an old directory, and a near step has several parts.
+                if loaded is None and (fallback or step.epoch):
+                    loaded, problem = self._load(step, request, is_again=True)
             except VersionError as error:
                 raise self._newer_version(number, error) from error
             if loaded is not None:
@@ -200,12 +209,14 @@ class Job:
             f"no step of {self.path} is sound, and a run does not start afresh by itself: {listed}"
         )
 
-    def _load(self, step: NearStep, request: Request) -> tuple[LoadedTree | None, str]:
+    def _load(
+        self, step: NearStep, request: Request, *, is_again: bool = False
+    ) -> tuple[LoadedTree | None, str]:
         """Load a step in all processes. Return it, or the damage that one process has found."""
         loaded, error = None, None
         try:
             if step.epoch and self.near:
-                loaded = self.near.load(step, request)
+                loaded = self.near.load(step, request, is_again=is_again)
             else:
                 loaded = load_tree([path_to_step(self.path, step.number)], request)
         except Exception as raised:  # noqa: BLE001  all processes wait to hear of it
@@ -235,11 +246,11 @@ class Job:
         return VersionError(message)
 
     def set_position(self, data: Any, step: NearStep, metadata: Mapping[str, Any]) -> None:
-        """Set the data to the recorded position. A near step has the position of this process alone."""
-        facts = facts_of_run(metadata)
+        """Set the data to the recorded position. A part of a near step has the position of this process alone."""
+        facts, is_part = facts_of_run(metadata), PART_METADATA in metadata
         with meeting("runs", self.timeout) as hosts:
             if data is not None:
-                number, count = (0, 1) if step.epoch else (hosts.number, hosts.count)
+                number, count = (0, 1) if is_part else (hosts.number, hosts.count)
                 set_position(data, facts, f"step {step.number} of {self.path}", number=number, count=count)
             elif facts.get("data"):
                 logger.warning(

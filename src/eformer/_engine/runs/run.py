@@ -83,7 +83,7 @@ class Run:
     format     the format of the steps, see `save`
     options    the options of the saves: a `SaveOptions`, or a dict of its fields
     near       a `Near`: also save steps more often, in memory or on a local disk of each host. Each process saves its
-               own shards there, and the run resumes from a near step if all processes still have it. A step that is
+               own shards there, and the run resumes from a near step if all of its parts are found. A step that is
                due for both is saved to `path` alone
     fresh      start anew in a directory that has steps: the first save puts them aside under other names
                (`step-100.old`), and removes near steps. Not with `resume`
@@ -201,8 +201,8 @@ class Run:
         MismatchError for a tree that does not fit, and CorruptionError if all steps are damaged: a run never starts
         afresh by itself. `fallback=False` raises for a damaged step instead of skipping it.
 
-        A near step counts like a step of the run if all processes hold it, but not for "best". Near steps after the
-        step that the run goes on from are removed.
+        A near step counts like a step of the run if all of its parts are found, but not for "best". Near steps after
+        the step that the run goes on from are removed.
 
         like      a tree of arrays, `ShapeDtypeStruct`s or shardings, see `load`
         step      a number, or "best" for the best step by the rule of `keep` that names a metric
@@ -563,7 +563,7 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         try:
             if self._near:
-                self._near.wait()
+                self._near.close()
             if error is None:
                 self._save_unsaved()
                 self._wait_for_saves()
