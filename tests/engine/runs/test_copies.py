@@ -16,6 +16,7 @@ from eformer._engine.record.manifest import Manifest
 from eformer._engine.runs import copies
 from eformer._engine.runs.copies import Follower, Shelf
 from eformer._engine.runs.near_parts import GIVEN, GONE, NearPart, NearStep, ReadRange, RemoteFiles
+from eformer._engine.stores import new_files
 from support.links import contents
 
 EPOCH = "0123456789abcdef"
@@ -264,15 +265,11 @@ def test_an_owner_that_is_gone_is_asked_again(owner, shelf, holder, caplog):
 
 
 def test_a_part_is_not_begun_without_room_for_it(shelf, holder, monkeypatch, caplog):
-    monkeypatch.setattr(copies.shutil, "disk_usage", lambda _: _Usage)
+    monkeypatch.setattr(new_files, "_free_bytes", lambda _: 10**6)
     with caplog.at_level(logging.WARNING), Followed(shelf.serve, holder):
         wait_until(lambda: caplog.records)
-    assert "has 1 MB of room, a part needs 24 MB" in caplog.text
+    assert "a copy of a part writes 24 MB, and 1 MB are free" in caplog.text
     assert has_no_file(holder)
-
-
-class _Usage:
-    free = 10**6
 
 
 def test_copies_are_not_written_through_links(shelf, holder, tmp_path, caplog):

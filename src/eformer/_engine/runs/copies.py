@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import shutil
 import threading
 import time
 from contextlib import ExitStack, closing, suppress
@@ -50,6 +49,7 @@ from eformer._engine.runs.near_parts import (
 from eformer._engine.stores.directory import Closing, Directory, open_beneath, own_path, read_into
 from eformer._engine.stores.durable import make_directories, write_all
 from eformer._engine.stores.local import LocalStore, appearing
+from eformer._engine.stores.new_files import require_room
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ class Follower:
         make_directories(self._near)
         name, epoch = step_name(part.step.number), f"{self._place}/{part.step.epoch}"
         with Directory.open(self._near) as near, _made(near, epoch) as folder:
-            _require_room(folder, nbytes)
+            require_room(folder, nbytes, "a copy of a part", str(folder.path))
             with appearing(own_path(folder) / name) as scratch:
                 scratch.mkdir()
                 for file in tree.files:
@@ -274,7 +274,7 @@ class Follower:
 
 
 def _manifest_of(part: NearPart, files: RemoteFiles) -> tuple[bytes, TreeEntry]:
-    """ReadRange and check the manifest of a part: its own digest, and the names and lengths of its files."""
+    """Read and check the manifest of a part: its own digest, and the names and lengths of its files."""
     origin = f"the manifest of step {part.step.number} of process {part.owner}"
     nbytes = files.sizes.get(MANIFEST, 0)
     if nbytes > MOST_MANIFEST:
@@ -307,12 +307,6 @@ def _check(tree: TreeEntry, folder: Path) -> None:
             raise_damage(str, damage)
 
         check_pieces(wants, tree, files, _THREADS, on_damage)
-
-
-def _require_room(folder: Directory, nbytes: int) -> None:
-    """Raise OSError before the first byte is written if there is no room for all of them."""
-    if nbytes > (free := shutil.disk_usage(own_path(folder)).free):
-        raise OSError(f"{folder.path} has {size(free)} of room, a part needs {size(nbytes)}")
 
 
 def _made(near: Directory, path: str) -> Directory:

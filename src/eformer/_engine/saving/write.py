@@ -17,6 +17,7 @@ from eformer._engine.record.digests import sha256_of, xxh3_128
 from eformer._engine.record.dtypes import pack_nibbles
 from eformer._engine.record.pieces import bounding, joined, piece_sizes, pieces, shifted
 from eformer._engine.saving.staging import released
+from eformer._engine.stores.new_files import NewFiles
 from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.pool import Countdown, run_all
 from eformer._engine.tasks.progress import SILENT
@@ -70,7 +71,7 @@ def write(
     """
     nbytes = sum(file.nbytes for file in files if not file.is_there)
     upload.nbytes = nbytes
-    if upload.takes != "files":  # a database may compress them
+    if isinstance(upload, NewFiles) and upload.takes != "files":  # a database may compress them
         upload.require_room(sum(map(_least_bytes, files)))
     if nbytes <= block:
         threads = min(threads, len(files))  # a file of this size is one task

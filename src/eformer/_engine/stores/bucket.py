@@ -204,9 +204,6 @@ class BucketUpload:
 
     # --------------------------------------------------------------------------------------- write
 
-    def require_room(self, nbytes: int) -> None:
-        """A bucket has room for everything."""
-
     def create(self, name: str, nbytes: int) -> NoReturn:
         raise NotImplementedError("objects are sent from their beginning to their end; use stream")
 

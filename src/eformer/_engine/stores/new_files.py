@@ -85,19 +85,8 @@ class NewFiles(Scratch):
         super().__init__(directory, token, may_be_new=may_be_new)
 
     def require_room(self, nbytes: int) -> None:
-        """Raise OSError if the file system has less room. Wait while the room grows: a removal may be under way."""
-        free = _free_bytes(self.data.descriptor)
-        while free is not None and nbytes > free:
-            before = free
-            time.sleep(_REMOVING)
-            interrupts.check()
-            if (free := _free_bytes(self.data.descriptor)) is not None and free <= before:
-                raise OSError(
-                    errno.ENOSPC,
-                    f"{os.strerror(errno.ENOSPC)}: this save writes {size(nbytes)}, and {size(free)} are free. Remove "
-                    "old checkpoints, or save to another disk",
-                    str(self._directory),
-                )
+        """Raise OSError, before anything is written, if it is certain that so many bytes do not fit."""
+        require_room(self.data, nbytes, "this save", str(self._directory))
 
     def create(self, name: str, nbytes: int) -> NewFile:
         if self.nbytes > _SMALL_SAVE and not self._files:
@@ -299,6 +288,23 @@ def _kind_of_file_system(descriptor: int) -> int | None:
     if sys.platform != "linux" or not _fstatfs or _fstatfs(descriptor, status):
         return None
     return int(status[0] & 0xFFFFFFFF)
+
+
+def require_room(directory: Directory, nbytes: int, what: str, path: str) -> None:
+    """Raise OSError if the file system has less room than `what` writes to `path`. Wait while the room grows: a removal
+    may be under way."""
+    free = _free_bytes(directory.descriptor)
+    while free is not None and nbytes > free:
+        before = free
+        time.sleep(_REMOVING)
+        interrupts.check()
+        if (free := _free_bytes(directory.descriptor)) is not None and free <= before:
+            raise OSError(
+                errno.ENOSPC,
+                f"{os.strerror(errno.ENOSPC)}: {what} writes {size(nbytes)}, and {size(free)} are free. Remove old "
+                "checkpoints, or save to another disk",
+                path,
+            )
 
 
 def _free_bytes(descriptor: int) -> int | None:
