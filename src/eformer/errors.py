@@ -14,6 +14,7 @@ EformerError
 ├── LeafError        (TypeError,    a leaf cannot be stored, because of its type
 │                     ValueError)   or its value
 ├── TransferError    (OSError)      an array arrived damaged on a device, twice, or from it
+├── ReplicaError     (RuntimeError) copies of one array, on several devices, differ
 ├── ProcessError     (RuntimeError) another process failed, or made a different call
 │   └── ProcessTimeoutError         another process did not answer in time; also a TimeoutError
 ├── SaveRequestError (RuntimeError) a job that was asked for a save has not saved
@@ -130,6 +131,24 @@ class TransferError(EformerError, OSError):
 
     The checkpoint on the disk is undamaged.
     """
+
+
+class ReplicaError(EformerError, RuntimeError):
+    """Copies of one array on several devices differ, at step `step` of a run. `problems` has one line for each leaf,
+    which names the processes."""
+
+    def __init__(self, path: str, step: int, problems: Sequence[str]) -> None:
+        # As arguments, so that the error survives being pickled.
+        super().__init__(path, step, tuple(problems))
+        self.path = path
+        self.step = step
+        self.problems = tuple(problems)
+
+    def __str__(self) -> str:
+        lines = [f"{self.path}: step {self.step}: copies of arrays differ", *self.problems[:_MOST_SHOWN]]
+        return "\n  ".join(
+            [*lines, "The step is not saved: check the devices named here, and resume the run"]
+        )
 
 
 class ProcessError(EformerError, RuntimeError):

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from eformer._engine.formats.run_steps import steps
 from eformer._engine.formats.steps import CHECKPOINTER_FILE
 from eformer._engine.processes.hosts import meeting
 from eformer._engine.record.options import SaveOptions
 from eformer._engine.record.step_names import run_name
 from eformer._engine.runs.clock import Clock
 from eformer._engine.runs.retention import steady_clock
-from eformer._engine.runs.steps import steps
 from eformer._engine.runs.under_way import UnderWay
 from eformer._engine.saving.pending import Pending, wait_for
 from eformer._engine.stores.base import remove_files

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from eformer._engine.record.digests import xxh3_128
 from eformer._engine.tasks import interrupts
+from eformer._engine.tasks.deadline import clearing_up
 from eformer._engine.tasks.forks import Lock
 from eformer.errors import ProcessError, ProcessTimeoutError
 
@@ -217,6 +218,8 @@ class Together(Hosts):
             answered = answer([message, *self._collect(place, deadline)])
         except BaseException as error:  # the other processes must not wait for an answer that will not come
             self._is_over = True
+            if isinstance(error, interrupts.StoppedError):
+                self._wait_for_all(place)
             self._answer(place, _FAILURE + self._reason(error))
             raise
         self._answer(place, _CONTENT + answered)
@@ -232,13 +235,17 @@ class Together(Hosts):
                 self._send(place, f"sent/{self.number}", failure)
                 return self._why_first_failed(place)
             if after_all and isinstance(error, Exception):  # not after Ctrl-C, which must not wait
-                with suppress(ProcessError):
-                    self._collect(place, time.monotonic() + self._timeout)
+                self._wait_for_all(place)
             self._answer(place, failure)
         return ""
 
     def end(self) -> None:
         self._is_over = True
+
+    def _wait_for_all(self, place: str) -> None:
+        """Wait until all processes have come to a meeting: none of them then writes to the upload."""
+        with suppress(ProcessError), clearing_up():
+            self._collect(place, time.monotonic() + self._timeout)
 
     def _ask_first(self, place: str, message: bytes, deadline: float) -> bytes:
         """Send a message to the first process and wait for its answer."""

@@ -285,23 +285,22 @@ def can_remove(steps: Iterable[StepFacts], rules: Sequence[Keep]) -> bool:
     If all rules use metrics that no step has, every step but the newest would go. More likely the metrics are misspelt,
     or not scored yet.
     """
-    there = _metrics_of(steps, rules)
+    there = metrics_of(counted_steps(steps, rules))
     return any(rule.by is None or rule.by in there for rule in rules)
 
 
 def unknown_metrics(steps: Iterable[StepFacts], rules: Sequence[Keep]) -> str | None:
     """Return a message with the metrics of the rules that no step has; None if every metric is known."""
-    there = _metrics_of(steps, rules)
+    there = metrics_of(counted_steps(steps, rules))
     missing = sorted({rule.by for rule in rules if rule.by is not None} - there)
     if not missing:
         return None
     return f"no step has a number for the metric {few(missing)}; the steps have {few(sorted(there)) or 'no metrics'}"
 
 
-def _metrics_of(steps: Iterable[StepFacts], rules: Sequence[Keep]) -> set[str]:
+def metrics_of(steps: Iterable[StepFacts]) -> set[str]:
     """Return the names of the metrics that a step has a number for. NaN is not a number to rank by."""
-    counted = counted_steps(steps, rules)
-    return {name for step in counted for name, value in step.metrics.items() if _has_number(value)}
+    return {name for step in steps for name, value in step.metrics.items() if _has_number(value)}
 
 
 def _misdated(ordered: Sequence[StepFacts], now: float) -> list[str]:
@@ -333,6 +332,11 @@ def ranked(steps: Iterable[StepFacts], rule: Keep) -> list[int]:
 
 def _has_number(value: float | None) -> TypeGuard[float]:
     return value is not None and not math.isnan(value)
+
+
+def rule_of_metric(rules: Sequence[Keep]) -> Keep | None:
+    """Return the first rule that names a metric; None if no rule does."""
+    return next((rule for rule in rules if rule.by), None)
 
 
 def needs_manifests(rules: Sequence[Keep]) -> bool:

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eformer._engine.formats.run_steps import RUN_METADATA
 from eformer._engine.record.policies import metric_from
 from eformer._engine.runs.positions import position_of
-from eformer._engine.runs.steps import RUN_METADATA
 from eformer._engine.saving.snapshot import metadata_to_json
 from eformer._engine.tasks.interrupts import called
 

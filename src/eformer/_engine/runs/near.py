@@ -29,6 +29,7 @@ import jax
 import msgspec
 
 from eformer._engine.formats.found import kinds_if_there
+from eformer._engine.formats.run_steps import Step, claim_of, steps_if_there
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.policies import Near, every_from, is_due, minutes_due
 from eformer._engine.record.step_names import step_name
@@ -48,7 +49,6 @@ from eformer._engine.runs.near_parts import (
     where_parts_are,
 )
 from eformer._engine.runs.own_part import load_joined, load_own, own_part_of
-from eformer._engine.runs.steps import Step, claim_of, steps_if_there
 from eformer._engine.saving.pending import Pending
 from eformer._engine.saving.save import complete
 from eformer._engine.saving.start import start

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import msgspec
 
+from eformer._engine.formats.run_steps import RUN_METADATA, facts_of_run
 from eformer._engine.loading.load import load_tree
 from eformer._engine.record.dtypes import name_of_dtype
 from eformer._engine.record.indexes import SAFETENSORS
@@ -30,7 +31,6 @@ from eformer._engine.record.manifest import (
 )
 from eformer._engine.record.values import parse_json
 from eformer._engine.runs.near_parts import JoinedStore, found_by_url
-from eformer._engine.runs.steps import RUN_METADATA, facts_of_run
 from eformer._engine.saving.snapshot import metadata_to_json
 from eformer._engine.trees.devices import is_key
 from eformer._engine.trees.flatten import flatten

@@ -32,9 +32,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from eformer._engine.formats.run_steps import claim_of, path_to_step
 from eformer._engine.processes.hosts import board
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder
-from eformer._engine.runs.steps import claim_of, path_to_step
 from eformer._engine.stores.base import read_whole, update_file
 from eformer._engine.stores.local import on_disk
 from eformer._engine.stores.locate import store_at

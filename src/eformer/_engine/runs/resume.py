@@ -10,20 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from eformer._engine.formats.run_steps import facts_by_metrics, facts_of_run, path_to_step, steps_if_there
 from eformer._engine.loading.load import LoadedTree, load_tree
 from eformer._engine.processes.hosts import meeting
-from eformer._engine.record.policies import StepFacts, ranked
+from eformer._engine.record.policies import ranked, rule_of_metric
 from eformer._engine.record.text import count, few, glance
 from eformer._engine.record.values import json_decoder
 from eformer._engine.runs.near_parts import Held, NearStep, Where
 from eformer._engine.runs.own_part import PART_METADATA
 from eformer._engine.runs.positions import set_position
 from eformer._engine.runs.retention import put_aside
-from eformer._engine.runs.steps import facts_of_run, path_to_step, steps_if_there
 from eformer._engine.tasks.interrupts import is_of_caller
 from eformer.errors import (
     CorruptionError,
-    EformerError,
     FormatError,
     NotFoundError,
     ProcessError,
@@ -33,10 +32,10 @@ from eformer.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from eformer._engine.formats.run_steps import Step
     from eformer._engine.loading.request import LoadReport, Request
     from eformer._engine.record.policies import Keep
     from eformer._engine.runs.near import NearTier
-    from eformer._engine.runs.steps import Step
     from eformer._engine.runs.writer import Writer
 
 logger = logging.getLogger("eformer")
@@ -119,14 +118,21 @@ class AgreedSteps(msgspec.Struct):
         """Return the steps after step `number`, without the skipped steps."""
         return [step.number for step in self.steps if step.number > number and step.number not in skipped]
 
-    def refuse_after(self, number: int, path: str, skipped: Mapping[int, str]) -> None:
-        """Raise ValueError if the run has steps after step `number`."""
-        if newer := self.after(number, skipped):
-            damaged = "".join(f", and step {n} is damaged: {why}" for n, why in skipped.items())
-            raise ValueError(
-                f"{path} has the steps {newer} after {number}{damaged}; pass rewind=True to put them aside, or resume "
-                "from the newest"
-            )
+    def refuse_after(self, number: int, step: int | str, path: str, skipped: Mapping[int, str]) -> None:
+        """Raise ValueError if the run has steps after step `number`, which `step` asks for."""
+        if not (newer := self.after(number, skipped)):
+            return
+        chosen = f"the best step is {number}" if step == "best" else f"step {number} is not the newest"
+        far = [one.name for one in steps_if_there(path) if one.number in newer]
+        near = sorted({str(n) for n in newer} - {str(n) for n in self.far})
+        losses = [f"{count(len(far), 'newer step')} would be put aside ({few(far)})"] if far else []
+        losses += [f"{count(len(near), 'newer near step')} would be removed ({few(near)})"] if near else []
+        damaged = "".join(f". Step {n} is damaged: {why}" for n, why in skipped.items())
+        raise ValueError(
+            f"{path}: {chosen}, and {' and '.join(losses)}{damaged}. resume(step={step!r}, rewind=True) does that and "
+            f"goes on from step {number}; resume() goes on from the newest step. To keep all, load step {number}, and "
+            "save to a run in another directory"
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -163,7 +169,7 @@ class Job:
             common, epochs, where = (
                 near.in_common([one.near for one in held if one.near]) if near else ([], [], Where())
             )
-            best = self._ranked(there, rule) if rule else []
+            best = ranked(facts_by_metrics(there), rule) if rule else []
             far = [step.number for step in there]
             return msgspec.json.encode(AgreedSteps(far, common, best, secrets.token_hex(8), epochs, where))
 
@@ -177,17 +183,6 @@ class Job:
         if near:
             near.note_where(agreed.where)
         return agreed
-
-    def _ranked(self, there: Sequence[Step], rule: Keep) -> list[int]:
-        """Return the steps that have the metric of a rule, the best first. Leave out steps with unreadable
-        manifests."""
-        facts = []
-        for step in there:
-            try:
-                facts.append(StepFacts(step.number, None, step.metrics))
-            except (EformerError, OSError) as error:
-                logger.warning("%s: step %d is left out: %s", self.path, step.number, error)
-        return ranked(facts, rule)
 
     def load_first(
         self, candidates: Sequence[NearStep], request: Request, *, fallback: bool
@@ -280,7 +275,7 @@ class Job:
 
 def rule_of_best(rules: Sequence[Keep]) -> Keep:
     """Return the first rule that names a metric."""
-    if (rule := next((rule for rule in rules if rule.by), None)) is None:
+    if (rule := rule_of_metric(rules)) is None:
         raise ValueError(
             "step='best' needs a rule of keep= that names a metric: Keep(best=1, by='eval.loss')"
         )

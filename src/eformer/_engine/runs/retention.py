@@ -11,6 +11,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from eformer._engine.formats.run_steps import (
+    Scores,
+    found_of,
+    is_foreign,
+    resumed_from,
+    score_name,
+    scored_step,
+    steps,
+    steps_if_there,
+)
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, base_name
 from eformer._engine.formats.steps import MARKS, remains_in
 from eformer._engine.record.policies import (
@@ -23,16 +33,6 @@ from eformer._engine.record.policies import (
 )
 from eformer._engine.record.values import parse_json
 from eformer._engine.runs.removed import remember_metrics
-from eformer._engine.runs.steps import (
-    Scores,
-    found_of,
-    is_foreign,
-    resumed_from,
-    score_name,
-    scored_step,
-    steps,
-    steps_if_there,
-)
 from eformer._engine.stores import checkpoints
 from eformer._engine.stores.base import read_whole, remove_files, update_file
 from eformer._engine.stores.checkpoints import identity_of, remove_checkpoint
@@ -43,8 +43,8 @@ from eformer.errors import FormatError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+    from eformer._engine.formats.run_steps import Step
     from eformer._engine.record.policies import Keep
-    from eformer._engine.runs.steps import Step
     from eformer._engine.stores.base import Identity, Store
 
 logger = logging.getLogger("eformer")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import jax
 
+from eformer._engine.formats.run_steps import Rules, Step, steps_if_there
 from eformer._engine.formats.steps import checked_number
 from eformer._engine.loading.load import LoadArguments, log_differences, request_from
 from eformer._engine.processes.hosts import meeting
@@ -23,12 +24,12 @@ from eformer._engine.record.text import count, few
 from eformer._engine.runs.clock import Clock
 from eformer._engine.runs.done import Done
 from eformer._engine.runs.near import NearTier
+from eformer._engine.runs.replicas import check_replicas
 from eformer._engine.runs.requests import Requests
 from eformer._engine.runs.resume import Job, Resumed, reasons_to_put_aside, rule_of_best
 from eformer._engine.runs.retention import steady_clock
 from eformer._engine.runs.series import Series
 from eformer._engine.runs.signals import Signals
-from eformer._engine.runs.steps import Rules, Step, steps_if_there
 from eformer._engine.runs.under_way import UnderWay
 from eformer._engine.runs.upkeep import Upkeep
 from eformer._engine.runs.writer import Writer
@@ -86,6 +87,9 @@ class Run:
                due for both is saved to `path` alone
     fresh      start anew in a directory that has steps: the first save puts them aside under other names
                (`step-100.old`), and removes near steps. Not with `resume`
+    check_replicas
+               compare the copies of arrays on different devices and processes after every so many steps, before the
+               step is saved. ReplicaError names the leaves and the processes that differ
 
     Attributes:
 
@@ -121,8 +125,14 @@ class Run:
         options: SaveOptions | Mapping[str, Any] = _DEFAULT,
         near: Near | None = None,
         fresh: bool = False,
+        check_replicas: int | None = None,
     ) -> None:
         self.path = absolute(path)
+        if check_replicas is not None and check_replicas < 1:
+            raise ValueError(
+                f"check_replicas={check_replicas}: expected a number of steps, at least 1, or None"
+            )
+        self._check_replicas = check_replicas
         self.step = 0
         self.stopping = False
         rules, self._keep = every_from(every), keep_from(keep)
@@ -222,10 +232,10 @@ class Run:
             return None
         candidates = agreed.to_try(step, rule, self.path)
         if not rewind:
-            agreed.refuse_after(candidates[0].number, self.path, {})
+            agreed.refuse_after(candidates[0].number, step, self.path, {})
         chosen, loaded, skipped = self._job.load_first(candidates, request, fallback=fallback)
         if not rewind:
-            agreed.refuse_after(chosen.number, self.path, skipped)
+            agreed.refuse_after(chosen.number, step, self.path, skipped)
         # Before anything is put aside: the iterator may refuse the position.
         self._job.set_position(data, chosen, loaded.entry.metadata)
         self._go_on(chosen.number, agreed, skipped)
@@ -352,8 +362,13 @@ class Run:
         done = Done(checked_number(step), tree, data, metrics, metadata)
         # Before the rules: a loop that counts from zero gets the error at its first step, saved or not.
         self._refuse_earlier(done.step)
+        if self._check_replicas and done.step % self._check_replicas == 0:
+            check_replicas(self.path, done.step, done.state(), self._options.timeout)
         self._progress.note(done)
-        self._look_ahead()
+        if self._has_begun:
+            self._requests.watch()
+        else:
+            self._look_ahead()
         why = self._why(done.step)
         if why == "signal":  # the last chance to save
             return self._save_last(done)
@@ -401,11 +416,14 @@ class Run:
 
         Then wait for the deletion of old steps, for at most half a minute.
         """
+        self._wait_for_saves(timeout)
+        self._upkeep.wait(timeout)
+
+    def _wait_for_saves(self, timeout: float | None = None) -> None:
         if self._near:
             self._near.wait(timeout)
         for series in self._all_series():
             series.under_way.wait(timeout)
-        self._upkeep.wait(timeout)
 
     def _look_ahead(self) -> None:
         """List the steps of a bucket while the first steps are done: the first save has to know them."""
@@ -474,9 +492,15 @@ class Run:
         for series in self._all_series():
             series.under_way.log_failures()
         pending = self._save(done, "signal")
-        self.wait()
+        self._wait_for_saves()
         self.stopping = True
         return pending
+
+    @uninterrupted
+    def _save_unsaved(self) -> None:
+        """Save the last step if it is not saved, and was kept for this."""
+        if (last := self._progress.unsaved()) is not None:
+            self._save(last, "end")
 
     def _near_is_better(self, near: NearTier) -> bool:
         """Tell whether only a near step will be saved before the notice is over. All processes get the same answer."""
@@ -541,10 +565,8 @@ class Run:
             if self._near:
                 self._near.close()
             if error is None:
-                if (last := self._progress.unsaved()) is not None:
-                    self._save(last, "end")
-                for series in self._all_series():
-                    series.under_way.wait()
+                self._save_unsaved()
+                self._wait_for_saves()
                 self._progress.warn_of_unsaved()
             else:
                 for series in self._all_series():

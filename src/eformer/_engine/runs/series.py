@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from eformer._engine.formats.run_steps import steps_if_there
 from eformer._engine.formats.steps import name_to_save
 from eformer._engine.record.policies import is_due
 from eformer._engine.record.step_names import step_name
 from eformer._engine.runs.retention import remove_others
-from eformer._engine.runs.steps import steps_if_there
 from eformer._engine.saving.pending import Pending, run_in_background
 from eformer._engine.saving.start import start
 from eformer._engine.stores.locate import store_at

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING
 
 from eformer.errors import SupersededError
@@ -64,6 +65,8 @@ class UnderWay:
             if (error := pending.exception()) is None:
                 self._failures = 0
                 continue
+            if isinstance(error, CancelledError):  # by its caller, who has the handle of the save
+                continue
             self._failures += 1
             if self._failures > self._tolerate or isinstance(error, SupersededError):
                 raise error
@@ -73,5 +76,6 @@ class UnderWay:
         """Wait for all saves, and log their errors: the caller raises another error, or has a last save to do."""
         while self._saves:
             pending = self._saves.popleft()
-            if (error := pending.exception()) is not None:
+            error = pending.exception()
+            if error is not None and not isinstance(error, CancelledError):
                 logger.error("%s failed", pending, exc_info=error)

@@ -13,12 +13,12 @@ import msgspec
 
 from eformer._engine.formats.find import later_of_flax
 from eformer._engine.formats.left_out import holds_leaves
+from eformer._engine.formats.run_steps import Claim, Rules, Step, steps_if_there
 from eformer._engine.formats.steps import RUN_FILE, is_checkpoint, last_step_in
 from eformer._engine.record.step_names import OF_ANY_PROGRAM, OF_RUN
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder
 from eformer._engine.runs.removed import forget_metrics_after
 from eformer._engine.runs.retention import sweep_remains
-from eformer._engine.runs.steps import Claim, Rules, Step, steps_if_there
 from eformer._engine.stores.base import read_whole, update_file
 from eformer._engine.stores.bucket_removal import ASIDE
 from eformer._engine.stores.leases import LEASES

@@ -36,6 +36,7 @@ from eformer._engine.record.indexes import FORMAT, Listed
 from eformer._engine.record.manifest import Receipt, encode_leaves
 from eformer._engine.record.planned import data_files, leaf_entries
 from eformer._engine.saving.commit import commit_of
+from eformer._engine.saving.fingerprints import note_fingerprints
 from eformer._engine.saving.reuse import Kept, apart, find_earlier, keep_chunks, keep_files
 from eformer._engine.saving.staging import Staging
 from eformer._engine.saving.write import AtSource, compute_sha256, write
@@ -245,6 +246,8 @@ class Save:
         with gc_paused():
             files = self.format.layout(groups, sha256)
             leaves = {s.name: s.entry((), sha256.get(s.name)) if 0 in s.shape else None for s in self.sources}
+        if self.kind == "zarr" and self.has_index and self.hosts.count == 1:
+            note_fingerprints(files, self.entry.block, staging, self.threads, costly=self.options.checksums)
         if self.kind == "zarr" and earlier:
             meter.add(keep_chunks(earlier, files, self.upload, staging, self.threads))
         return kept, files, leaves

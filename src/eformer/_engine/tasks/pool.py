@@ -246,7 +246,7 @@ class _Work:
     def watch(self, cancel: Callable[[], object]) -> None:
         with self.watching:
             self.cancels.append(cancel)
-            is_late = self.error is not None
+            is_late = self.cancels_others(self.error)
         if is_late:
             cancel()
 
@@ -254,10 +254,16 @@ class _Work:
         with self.watching:
             self.cancels.remove(cancel)
 
+    @staticmethod
+    def cancels_others(error: BaseException | None) -> bool:
+        """Tell whether an error ends the waits of other tasks at once. Work that is given up ends them itself: a
+        request that is answered in time leaves nothing behind."""
+        return error is not None and not isinstance(error, interrupts.StoppedError)
+
     def fail(self, error: BaseException) -> None:
         with self.watching:  # not the lock of the tasks: it is held while the iterable makes the next one
             self.error, cancels = self.error or error, list(self.cancels)
-        for cancel in cancels:
+        for cancel in cancels if self.cancels_others(error) else ():
             cancel()
         if self.on_error:
             self.on_error()
