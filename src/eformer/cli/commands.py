@@ -498,8 +498,8 @@ def _confirm(question: str) -> None:
 
 
 def _show_plan(plan: Pruned) -> None:
+    from eformer._engine.formats.run_steps import resumed_from
     from eformer._engine.record.step_names import step_number
-    from eformer._engine.runs.steps import resumed_from
     from eformer._engine.stores.locate import store_at
 
     resumed = resumed_from(store_at(plan.directory))
