@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import ExitStack, closing
@@ -168,13 +170,23 @@ def test_a_closed_door_closes_its_lines(door, dialled):
         dial(door.address)
 
 
-def test_a_forked_child_leaves_the_port_to_its_parent(door, dialled):
-    line = dialled(door)
+FORK = """
+import os
+from eformer._engine.processes.lines import Door, dial
+
+with Door("127.0.0.1", lambda line: line.send(line.receive(100))) as door:
+    line = dial(door.address)
     if (child := os.fork()) == 0:
         os._exit(0 if door._socket.fileno() == -1 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     line.send(b"still here")
     assert line.receive(100) == b"still here"
+    line.close()
+"""
+
+
+def test_a_forked_child_leaves_the_port_to_its_parent():
+    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=60)
 
 
 def test_the_address_is_that_by_which_the_coordinator_is_reached(monkeypatch):
