@@ -42,10 +42,10 @@ def meetings(kind, begin, *, reuse=False, prefix="b"):
                 )
             with noted(f"the zombie at {at}, the sweep at {where}"):
                 yield url, zombie
-            where += max(1, STRIDE // 4)
+            where += max(1, STRIDE // 8)
         if zombie.count < at:
             return
-        at += max(1, STRIDE // 4)
+        at += max(1, STRIDE // 8)
 
 
 def count(outcomes):
@@ -95,7 +95,7 @@ def reuse_meetings():
         with noted(f"the sweep at {where}"):
             yield url, zombie
         requests = before.count
-        where += max(1, STRIDE // 8)
+        where += max(1, STRIDE // 16)
 
 
 def test_files_that_are_used_again_are_there_or_the_save_is_refused(record_property):

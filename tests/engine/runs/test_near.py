@@ -361,7 +361,5 @@ def test_leaves_that_are_cast_far_are_saved_near_as_they_are(far, near):
 def test_a_near_tier_needs_a_place_and_a_rule(far):
     with pytest.raises(TypeError, match=r"near='x': expected near=Near\(path, every=\.\.\.\)"):
         Run(far, near="x", signals=())
-    with pytest.raises(ValueError, match="in memory or on a local disk"):
-        Run(far, near=Near("memory://x", every=3), signals=())
     with pytest.raises(ValueError, match=r"Near\(every=None\): no rule says when"):
         Near("x", every=None)

@@ -134,9 +134,10 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """Say where and when a run saves near steps: in memory or on a local disk of each host, and more often.
+    """Say where and when a run saves near steps: more often, in memory, on a local disk of each host, or in a bucket.
 
-    path    a directory in memory or on a local disk of each host, such as "/dev/shm/llama"
+    path    a directory in memory or on a local disk of each host, such as "/dev/shm/llama", in which each process saves
+            its part; or the URL of a bucket, in which all processes save whole steps together
     every   when `Run.after` saves there: a number of steps, a timedelta, an `Every`, or several
     copies  on how many other hosts each process's part is copied, over the network. With copies, each process opens a
             port for the other processes of the job

@@ -26,16 +26,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-import msgspec
 
 from eformer._engine.formats.found import kinds_if_there
-from eformer._engine.formats.run_steps import Step, claim_of, steps_if_there
+from eformer._engine.formats.run_steps import Step, steps_if_there
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.policies import Near, every_from, is_due, minutes_due
 from eformer._engine.record.step_names import step_name
-from eformer._engine.record.values import parse_json
 from eformer._engine.runs.clock import Clock
 from eformer._engine.runs.copies import Exchange
+from eformer._engine.runs.near_epochs import Epochs
 from eformer._engine.runs.near_parts import (
     SCHEME,
     Held,
@@ -48,17 +47,17 @@ from eformer._engine.runs.near_parts import (
     found_by_url,
     where_parts_are,
 )
+from eformer._engine.runs.near_whole import WholeTier
 from eformer._engine.runs.own_part import load_joined, load_own, own_part_of
 from eformer._engine.saving.pending import Pending
 from eformer._engine.saving.save import complete
 from eformer._engine.saving.start import start
-from eformer._engine.stores.base import read_whole, update_file
 from eformer._engine.stores.directory import Directory, remove_entry
 from eformer._engine.stores.durable import scratch_name
 from eformer._engine.stores.local import on_disk
 from eformer._engine.stores.locate import absolute, store_at
 from eformer._engine.trees.copies import compile_copies
-from eformer.errors import CorruptionError, FormatError, ProcessError
+from eformer.errors import CorruptionError, ProcessError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -69,7 +68,7 @@ if TYPE_CHECKING:
     from eformer._engine.runs.done import Done
     from eformer._engine.runs.near_parts import StepParts
     from eformer._engine.runs.writer import Writer
-    from eformer._engine.saving.save import Save
+    from eformer._engine.saving.save import Format, Save
 
 logger = logging.getLogger("eformer")
 
@@ -89,28 +88,6 @@ _COUNT = "eformer.processes"
 _COPIES_KEPT = 1
 
 
-class _Epochs(msgspec.Struct):
-    """The epochs from which the run may go on, each up to a step; None for all steps.
-
-    The epochs count only at the path where the file was written, not in a copy of the run, and only while one of
-    `writers` is the writer of the run: a later job without a near tier has gone on from other steps.
-    """
-
-    path: str = ""
-    writers: list[str] = []
-    epochs: list[tuple[str, int | None]] = []
-
-    def has(self, step: NearStep) -> bool:
-        return any(
-            step.epoch == epoch and (last is None or step.number <= last) for epoch, last in self.epochs
-        )
-
-    def up_to(self, number: int, epoch: str) -> _Epochs:
-        """Return the epochs of a run that goes on from a step in a new epoch."""
-        before = [(name, number if last is None else min(number, last)) for name, last in self.epochs]
-        return _Epochs(self.path, self.writers, [*before, (epoch, None)][-_MOST_EPOCHS:])
-
-
 class NearTier:
     """The near tier of a run, seen from one process.
 
@@ -126,20 +103,14 @@ class NearTier:
         options: SaveOptions,
         seconds: Callable[[], float],
     ) -> None:
-        if not isinstance(near, Near):
-            raise TypeError(f"near={near!r}: expected near=Near(path, every=...)")
         local = on_disk(store_at(absolute(near.path)))
-        if local is None:
-            raise ValueError(
-                f"{near}: near steps are saved in memory or on a local disk; pass a path such as '/dev/shm/run'"
-            )
+        assert local is not None, "a bucket has a WholeTier"
         self._every, self._copies = every_from(near.every), near.copies
         self._near, self._own = Path(local), f"process-{jax.process_index()}"
         if (self._near / self._own).is_symlink():  # `begin` would remove files of its target
             raise ValueError(
                 f"{near}: {self._near / self._own} is a link; remove it, or choose another directory"
             )
-        self._writer, self._run = writer, writer.store
         self._clock, self._timeout = Clock(seconds, options.timeout), options.timeout
         self._options = dataclasses.replace(
             options,
@@ -151,7 +122,7 @@ class NearTier:
             ocdbt=False,
             store_options=None,
         )
-        self._epochs, self._epoch = _Epochs(), ""
+        self._epochs, self._epoch = Epochs(writer), ""
         self._found: dict[NearPart, str] = {}
         self._where = Where()
         self._exchange: Exchange | None = None
@@ -164,19 +135,14 @@ class NearTier:
     def look(self) -> Held:
         """Return the whole parts of near steps in the near directory, and with copies the door of this process.
 
-        The first process also reads the epochs, and adds this writer to them before it claims the run: a job that dies
-        between both leaves epochs that still count.
+        The first process also reads the epochs.
         """
         self.wait()
         self._end_exchange()
         self._found = self._find_parts()
         self._exchange = self._open_exchange()
         if jax.process_index() == 0:
-            known, claim = self._read_epochs(), claim_of(self._run)
-            holder = claim.id if claim else ""
-            is_ours = known.path == self._run.url and holder in known.writers
-            epochs = known.epochs if is_ours else []
-            self._write_epochs(_Epochs(self._run.url, [self._writer.id, holder], epochs))
+            self._epochs.look()
         door = self._exchange.address if self._exchange else None
         return Held(_hosts.host_id(), door, sorted(self._found))
 
@@ -194,7 +160,7 @@ class NearTier:
     def forget(self) -> None:
         """Forget the steps of earlier jobs, before a run that starts anew puts its own steps aside."""
         if jax.process_index() == 0:
-            self._write_epochs(_Epochs(self._epochs.path, self._epochs.writers))
+            self._epochs.forget()
 
     def in_common(self, held: Sequence[Held]) -> tuple[list[NearStep], list[str], Where]:
         """Return the steps of this run that all processes can load, the epochs of this run, and where the parts are.
@@ -208,7 +174,7 @@ class NearTier:
                 "the near steps %s are not used: they are not of this run, or parts of them are on hosts that are gone",
                 sorted(others),
             )
-        return found, [epoch for epoch, _ in self._epochs.epochs], where
+        return found, self._epochs.ids, where
 
     def note_where(self, where: Where) -> None:
         """Note where the parts are that all processes have agreed on."""
@@ -252,7 +218,7 @@ class NearTier:
         self._epoch = epoch
         # The file comes before the removals: if this job dies in between, the later steps no longer count.
         if jax.process_index() == 0:
-            self._write_epochs(self._epochs.up_to(number, epoch))
+            self._epochs.begin(number, epoch)
         stay = {
             place
             for part, place in self._found.items()
@@ -265,20 +231,6 @@ class NearTier:
                 self._where, self._copies, self._own, functools.partial(_make_room, self._near)
             )
         self.note_save(number)
-
-    def _read_epochs(self) -> _Epochs:
-        try:
-            data, _ = read_whole(self._run, NEAR_FILE)
-            return parse_json(data, _Epochs, f"{self._run.path_to(NEAR_FILE)} cannot be read")
-        except (FileNotFoundError, NotADirectoryError):
-            return _Epochs()
-        except FormatError as error:
-            logger.warning("the near tier is not used: %s", error)
-            return _Epochs()
-
-    def _write_epochs(self, known: _Epochs) -> None:
-        self._epochs = known
-        update_file(self._run, NEAR_FILE, lambda _: msgspec.json.encode(known))
 
     # ---------------------------------------------------------------------------------------- save
 
@@ -469,3 +421,18 @@ def _remove_entry(folder: Directory, name: str) -> None:
         if hidden != name:
             folder.rename(name, folder, hidden)
         remove_entry(folder, hidden)
+
+
+def near_tier(
+    near: Near,
+    writer: Writer,
+    options: SaveOptions,
+    seconds: Callable[[], float],
+    format: Format,  # noqa: A002
+) -> NearTier | WholeTier:
+    """Return the near tier at a path: parts of steps on a local disk, whole steps in a bucket."""
+    if not isinstance(near, Near):
+        raise TypeError(f"near={near!r}: expected near=Near(path, every=...)")
+    if on_disk(store_at(absolute(near.path))) is None:
+        return WholeTier(near, writer, options, seconds, format)
+    return NearTier(near, writer, options, seconds)

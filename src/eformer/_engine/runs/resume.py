@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from eformer._engine.loading.request import LoadReport, Request
     from eformer._engine.record.policies import Keep
     from eformer._engine.runs.near import NearTier
+    from eformer._engine.runs.near_whole import WholeTier
     from eformer._engine.runs.writer import Writer
 
 logger = logging.getLogger("eformer")
@@ -141,7 +142,7 @@ class Job:
 
     path: str
     writer: Writer
-    near: NearTier | None
+    near: NearTier | WholeTier | None
     timeout: float | None
 
     def agree(

@@ -23,7 +23,7 @@ from eformer._engine.record.policies import every_from, is_continuous, is_due, k
 from eformer._engine.record.text import count, few
 from eformer._engine.runs.clock import Clock
 from eformer._engine.runs.done import Done
-from eformer._engine.runs.near import NearTier
+from eformer._engine.runs.near import near_tier
 from eformer._engine.runs.replicas import check_replicas
 from eformer._engine.runs.requests import Requests
 from eformer._engine.runs.resume import Job, Resumed, reasons_to_put_aside, rule_of_best
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from eformer._engine.record.policies import Every, Keep, Near
+    from eformer._engine.runs.near import NearTier
+    from eformer._engine.runs.near_whole import WholeTier
     from eformer._engine.runs.resume import AgreedSteps
     from eformer._engine.saving.pending import Pending
     from eformer._engine.saving.save import Format
@@ -148,7 +150,9 @@ class Run:
         self._writer = Writer(store_at(self.path), secrets.token_hex(8), Rules(rules, self._keep))
         self._main = Series(self.path, self._keep, UnderWay(tolerate, max_pending))
         self._parts = _parts(self._writer.store, rules, tolerate, max_pending)
-        self._near = None if near is None else NearTier(near, self._writer, self._options, self._seconds)
+        self._near = (
+            None if near is None else near_tier(near, self._writer, self._options, self._seconds, format)
+        )
         self._job = Job(self.path, self._writer, self._near, self._options.timeout)
         self._signals = Signals(signals)
         self._clock = Clock(self._seconds, self._options.timeout)
@@ -502,7 +506,7 @@ class Run:
         if (last := self._progress.unsaved()) is not None:
             self._save(last, "end")
 
-    def _near_is_better(self, near: NearTier) -> bool:
+    def _near_is_better(self, near: NearTier | WholeTier) -> bool:
         """Tell whether only a near step will be saved before the notice is over. All processes get the same answer."""
         if self._notice is None:
             return False
@@ -510,7 +514,7 @@ class Run:
             said = hosts.meet(b"", lambda _: str(self._notice_answer(near)).encode())
         return said == b"True"
 
-    def _notice_answer(self, near: NearTier) -> bool:
+    def _notice_answer(self, near: NearTier | WholeTier) -> bool:
         left = self._notice.total_seconds() - self._signals.since() if self._notice else 0.0
         needs = self._left() + (self._main.took or 0.0)
         is_better = needs > left and near.took is not None and near.took < needs
@@ -523,7 +527,7 @@ class Run:
         )
         return is_better
 
-    def _save_near(self, done: Done, near: NearTier) -> None:
+    def _save_near(self, done: Done, near: NearTier | WholeTier) -> None:
         late = done.facts("near")
         self._begin()
         near.save(done, late)
