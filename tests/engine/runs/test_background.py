@@ -1,8 +1,9 @@
 """Work of a run in the background: deletions that fail or hang, several saves at a time, saves one after another."""
 
 import contextlib
+import os
+import signal
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -104,6 +105,67 @@ def test_a_deletion_that_is_given_up_is_tried_again_after_the_next_save(tmp_path
     assert numbers(tmp_path) == [3]
 
 
+def test_a_part_is_cleared_although_a_step_of_the_run_cannot_be_removed(tmp_path, monkeypatch):
+    remove = retention.remove_checkpoint
+    monkeypatch.setattr(upkeep, "_PAUSES", ())
+
+    def fails_for_the_run(store, name, *arguments):
+        if not store.url.endswith("frozen"):
+            raise PermissionError(f"{name}: not allowed")
+        return remove(store, name, *arguments)
+
+    monkeypatch.setattr(retention, "remove_checkpoint", fails_for_the_run)
+    with Run(tmp_path, every=[1, Every(1, only="frozen", keep=1)], keep=1, signals=()) as run:
+        for number in (1, 2, 3):
+            run.after(number, tree(number))
+    assert (numbers(tmp_path), numbers(tmp_path / "frozen")) == ([1, 2, 3], [3])
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_step_that_a_run_goes_back_to_is_not_removed_by_an_earlier_plan(
+    tmp_path, removals, is_same, monkeypatch
+):
+    monkeypatch.setattr(upkeep, "_PATIENCE", 0.05)
+    for number in (1, 2, 3):
+        checkpoint.save(tree(number), tmp_path / f"step-{number}")
+    run = Run(tmp_path, every=1, keep=1, signals=())
+    run.resume()
+    run.after(4, tree(4)).result(WITHIN)
+    assert removals.reached.wait(WITHIN)
+    after = run if is_same else Run(tmp_path, every=1, keep=1, signals=())
+    assert after.resume(step=2, rewind=True).step == 2
+    monkeypatch.setattr(upkeep, "_PATIENCE", WITHIN)
+    removals.open.set()
+    assert run._upkeep.wait()
+    assert 2 in numbers(tmp_path)
+    after.close()
+    run.close()
+
+
+def test_a_run_that_is_told_to_end_waits_for_a_deletion_once(tmp_path, removals, monkeypatch, caplog):
+    monkeypatch.setattr(upkeep, "_PATIENCE", 0.05)
+    with Run(tmp_path, every=1, keep=1, signals=()) as run:
+        run.after(1, tree(1))
+        run.after(2, tree(2))
+    upkeep._end_all()
+    assert caplog.text.count("old steps are still being removed") == 1
+
+
+def interrupt_at_the_end(path, removals):
+    with Run(path, every=1, keep=1) as run:
+        run.after(1, tree(1))
+        run.after(2, tree(2)).result(WITHIN)
+        assert removals.reached.wait(WITHIN)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+def test_ctrl_c_at_the_end_leaves_signals_to_the_program(tmp_path, removals):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_at_the_end(tmp_path, removals)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 # ------------------------------------------------------------------------------ several saves at a time
 
 
@@ -153,6 +215,21 @@ def test_steps_appear_in_order_whichever_is_written_first(tmp_path, writes):
     assert_same(checkpoint.load(tmp_path / "step-2"), tree(2))
 
 
+def test_a_save_that_is_cancelled_does_not_let_a_later_one_overtake_an_earlier_one(tmp_path, writes):
+    with Run(tmp_path, every=1, max_pending=3, signals=()) as run:
+        run.after(1, tree(1))
+        cancelled = run.after(2, tree(2))
+        assert cancelled.cancel()
+        writes[2].set()
+        cancelled.exception(WITHIN)
+        writes[3].set()
+        with contextlib.suppress(TimeoutError):
+            run.after(3, tree(3)).result(0.2)
+        assert numbers(tmp_path) == []
+        writes[1].set()
+    assert numbers(tmp_path) == [1, 3]
+
+
 def test_a_step_whose_files_a_save_may_link_is_not_removed(tmp_path, writes):
     with Run(tmp_path, every=1, keep=1, max_pending=2, signals=()) as run:
         for gate in (writes[1], writes[2], writes[4]):
@@ -168,13 +245,17 @@ def test_a_step_whose_files_a_save_may_link_is_not_removed(tmp_path, writes):
 
 
 def test_the_errors_of_saves_are_raised_in_order_and_counted_in_a_row(tmp_path, monkeypatch):
+    are_under_way = threading.Event()
+
     def fails(self, meter):
+        assert are_under_way.wait(WITHIN)
         raise OSError(f"no room for {self.store.url.rpartition('/')[2]}")
 
     with Run(tmp_path, every=1, max_pending=3, signals=()) as run:
         monkeypatch.setattr(saving.Save, "write", fails)
         for number in (1, 2):
             run.after(number, tree(number))
+        are_under_way.set()
         for name in ("step-1", "step-2"):
             with pytest.raises(OSError, match=f"no room for {name}"):
                 run.wait()
@@ -233,6 +314,44 @@ def test_a_last_step_that_is_saved_is_not_saved_again(tmp_path):
     assert numbers(tmp_path) == [2, 4]
 
 
+class Rows:
+    """Numbers without end, with a position."""
+
+    position = 0
+
+    def __next__(self):
+        self.position += 1
+        return self.position
+
+    def get_state(self):
+        return {"position": self.position}
+
+    def set_state(self, state):
+        self.position = state["position"]
+
+
+def test_the_last_step_has_the_position_and_the_metrics_that_it_had(tmp_path):
+    rows, metrics = Rows(), {}
+    with Run(tmp_path, every=100, last=True, signals=()) as run:
+        for number in (1, 2, 3):
+            metrics["loss"] = next(rows)
+            run.after(number, tree(number), data=rows, metrics=metrics)
+        metrics["loss"] = next(rows)  # a step that is begun and not done
+    assert checkpoint.steps(tmp_path)[-1].metrics == {"loss": 3.0}
+    resumed = Rows()
+    with Run(tmp_path, signals=()) as run:
+        run.resume(data=resumed)
+    assert resumed.position == 3
+
+
+def test_a_last_step_whose_save_is_cancelled_is_named(tmp_path, writes, caplog):
+    with Run(tmp_path, every=2, last=True, signals=()) as run:
+        run.after(1, tree(1))
+        assert run.after(2, tree(2)).cancel()
+        writes[2].set()
+    assert "step 2 is done and not saved" in caplog.text
+
+
 def fail_after(path, steps):
     with Run(path, every=2, last=True, signals=()) as run:
         for number in range(1, steps + 1):
@@ -259,5 +378,7 @@ def test_a_step_that_appears_before_the_first_save_claims_the_run_is_not_joined(
             ):
                 run.after(number, tree(number)).result(WITHIN)
             run._main.under_way.log_failures()
-        time.sleep(0)
-    assert numbers(tmp_path) == [7]
+        assert not (tmp_path / "run.json").exists()  # a job that writes the run goes on
+        assert run.resume().step == 7
+        run.after(8, tree(8))
+    assert numbers(tmp_path) == [7, 8]

@@ -15,10 +15,10 @@ def tree(number):
     return {"w": np.full(3, number)}
 
 
-def told_to_end(tmp_path, *, notice, far, near=0.01, has_near=True):
+def told_to_end(tmp_path, *, notice, far, near=0.01, has_near=True, last=False):
     """Save two steps, pretend that saves take so long, send SIGTERM, and do one more step."""
     tier = Near(tmp_path / "near", every=1) if has_near else None
-    with Run(tmp_path / "run", every=2, near=tier, notice=notice) as run:
+    with Run(tmp_path / "run", every=2, near=tier, notice=notice, last=last) as run:
         for number in (1, 2):
             run.after(number, tree(number))
         run.wait()
@@ -43,6 +43,10 @@ def test_a_save_that_will_not_be_done_in_time_goes_to_the_near_tier(tmp_path, ca
     with Run(tmp_path / "run", near=Near(tmp_path / "near", every=1), signals=()) as run:
         found = run.resume()
     assert (found.step, found.tree["w"][0]) == (3, 3)
+
+
+def test_a_last_step_in_the_near_tier_is_not_saved_again_at_the_end(tmp_path):
+    assert told_to_end(tmp_path, notice=MINUTE, far=300.0, last=True) == [2]
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,16 @@ def test_parts_of_steps_that_are_done_again_are_replaced(tmp_path):
     assert checkpoint.verify(tmp_path / "params" / "step-14").ok
 
 
+def test_parts_of_steps_after_the_step_that_a_run_goes_back_to_are_put_aside(tmp_path):
+    rules = [Every(4), Every(2, only="params")]
+    train(tmp_path, 8, every=rules)
+    with Run(tmp_path, every=rules, signals=()) as run:
+        assert run.resume(step=4, rewind=True).step == 4
+        run.after(5, state(5))
+    assert (numbers(tmp_path), numbers(tmp_path / "params")) == ([4], [2, 4])
+    assert (tmp_path / "params" / "step-8.rewound").is_dir()
+
+
 def test_a_part_without_rules_keeps_all_its_steps(tmp_path):
     train(tmp_path, 6, every=[Every(6), Every(2, only="params")], keep=1)
     assert numbers(tmp_path / "params") == [2, 4, 6]

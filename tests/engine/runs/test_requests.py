@@ -8,7 +8,10 @@ import pytest
 from click.testing import CliRunner
 
 from eformer import checkpoint
+from eformer._engine.processes.coordination import Board
 from eformer._engine.runs import requests
+from eformer._engine.runs.requests import Requests
+from eformer._engine.stores.locate import store_at
 from eformer.checkpoint import Run
 from eformer.cli.commands import main
 from eformer.errors import NotFoundError, SaveRequestError
@@ -142,6 +145,55 @@ def test_a_request_that_cannot_be_read_is_no_request(tmp_path, text):
         for number in range(1, 5):
             run.after(number, tree(number))
     assert checkpoint.steps(tmp_path) == ()
+
+
+# ------------------------------------------------------------------------------------ several processes
+
+
+class Shared(Board):
+    """The keys of two processes, which threads play. A process does not see the keys that end with `hidden`."""
+
+    count = 2
+
+    def __init__(self, keys, number, hidden):
+        self._keys, self.number, self.hidden, self.waits = keys, number, hidden, threading.Event()
+
+    def look(self, key):
+        if key.endswith(self.hidden):
+            self.waits.set()
+            return None
+        return super().look(key)
+
+    def all_below(self, start):
+        if start.endswith(self.hidden):
+            self.waits.set()
+            return []
+        return super().all_below(start)
+
+
+@pytest.mark.parametrize(("ends", "hidden"), [(1, "freeze"), (1, "step"), (0, "ready/"), (0, "at/")])
+def test_a_process_whose_run_ends_while_they_agree_does_not_stop_the_others(tmp_path, ends, hidden):
+    keys, both = {}, [Requests(store_at(tmp_path), "job") for _ in range(2)]
+    for number, one in enumerate(both):
+        one._board = Shared(keys, number, hidden if number == ends else "none")
+        one.reached(5 + ends - number)
+        one.watch()
+    both[0].ask()
+    assert both[ends]._board.waits.wait(WITHIN)
+    both[ends].close()
+    other = threading.Thread(target=lambda: [both[1 - ends].reached(step) for step in (6, 7)], daemon=True)
+    other.start()
+    other.join(WITHIN)
+    assert not other.is_alive()
+    both[1 - ends].close()
+
+
+def test_a_save_that_the_program_asks_for_counts_as_a_step(tmp_path, monkeypatch):
+    steps = []
+    with Run(tmp_path, signals=()) as run:
+        monkeypatch.setattr(run._requests, "reached", steps.append)
+        run.save(1, tree(1))
+    assert steps == [1]
 
 
 def test_a_run_that_is_collected_ends_its_thread(tmp_path):

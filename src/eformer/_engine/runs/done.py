@@ -5,6 +5,7 @@ Tests: tests/engine/runs/test_run.py, tests/engine/runs/test_odd_uses.py.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 from dataclasses import dataclass
@@ -35,6 +36,11 @@ class Done:
     data: Any
     metrics: Mapping[str, Any] | None
     metadata: Mapping[str, Any] | None
+    taken: bytes | None = None
+
+    def as_it_is(self) -> Done:
+        """Return this step with its present position and facts, which the caller changes until it is saved."""
+        return dataclasses.replace(self, metrics=dict(self.metrics or {}), taken=self.position())
 
     def state(self) -> Any:
         """Return the tree to save. Call `tree` if it is a function."""
@@ -42,6 +48,8 @@ class Done:
 
     def position(self) -> bytes:
         """Return the position of this process in the data."""
+        if self.taken is not None:
+            return self.taken
         return b"" if self.data is None else position_of(self.data)
 
     def facts(self, why: str) -> Callable[[Sequence[bytes]], Mapping[str, Any]]:

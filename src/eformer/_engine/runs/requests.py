@@ -14,7 +14,7 @@ has reached, by keys of JAX's coordination service below eformer/requests/<numbe
     ready/<n>      process n has seen it, and looks for the next key all the time
     freeze         every process is ready
     at/<n>         the step of process n, which does not begin another step before it knows the agreed step
-    step           the agreed step: the last step of all processes, plus one
+    step           the agreed step: the last step of all processes, plus one; -1 if the first process has closed its run
 
 Tests: tests/engine/runs/test_requests.py, tests/multihost/test_requests.py.
 """
@@ -190,7 +190,10 @@ class Requests:
         return found if found and is_new and found.is_open and found.job == self._job else None
 
     def _agree(self, number: int) -> None:
-        """Agree with all processes on a step that none has reached."""
+        """Agree with all processes on a step that none has reached.
+
+        A process whose run is closed meanwhile does not wait, but posts its keys: the others may be frozen.
+        """
         board, others = self._board, self._board.count - 1
         if board.number == 0:
             board.post(f"{number}/asked", b"1")
@@ -199,12 +202,11 @@ class Requests:
         else:
             board.post(f"{number}/ready/{board.number}", b"1")
             self._wait_until(lambda: board.look(f"{number}/freeze") is not None)
-        if self._is_closed:
-            return
         at = self._freeze()
         if board.number == 0:
             self._wait_until(lambda: len(board.all_below(f"{number}/at/")) == others)
-            step = 1 + max([at, *map(int, board.all_below(f"{number}/at/"))])
+            there = [*map(int, board.all_below(f"{number}/at/"))]
+            step = 1 + max([at, *there]) if len(there) == others else -1
             board.post(f"{number}/step", b"%d" % step)
         else:
             board.post(f"{number}/at/{board.number}", b"%d" % at)

@@ -130,10 +130,19 @@ def _since_boot() -> float:
 
 
 def remove_others(
-    path: str, rules: Sequence[Keep], stay: Collection[int | None], *, now: float, told: set[str]
+    path: str,
+    rules: Sequence[Keep],
+    stay: Collection[int | None],
+    *,
+    now: float,
+    told: set[str],
+    goes_on: Callable[[], bool],
 ) -> None:
     """Remove the steps that no rule keeps. Damaged steps, and links to steps elsewhere, neither count nor go. Do not
-    repeat a warning that is in `told`. Raise the first error after all other steps are removed."""
+    repeat a warning that is in `told`. Raise the first error after all other steps are removed.
+
+    `goes_on` is called before each removal: False ends the removals, since the run may go on from any of the steps.
+    """
     store, there, removed = store_at(path), steps(path), list[str]()
     failed: list[OSError] = []
     # Noted before anything is read: only the steps that the rules have judged are removed. In a bucket no other
@@ -149,6 +158,8 @@ def remove_others(
     doomed = set(planned)
     remember_metrics(store, [step for step in sound if step.name in doomed])
     for name in planned:
+        if not goes_on():
+            return
         try:
             if (why := remove_step(store, name, identities.get(name))) is None:
                 removed.append(name)

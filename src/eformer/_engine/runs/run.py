@@ -9,6 +9,7 @@ import os
 import secrets
 import time
 import weakref
+from contextlib import ExitStack
 from datetime import timedelta  # noqa: TC003
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
@@ -230,19 +231,23 @@ class Run:
         rule = rule_of_best(self._keep or ()) if step == "best" else None
         self._main.under_way.wait()  # the save may write the newest step
         wait_for_saves_below(self.path)  # of another Run of this program, which loses the run to this one
-        agreed = self._job.agree(claims=True, fresh=self._is_fresh, rule=rule)
-        if not agreed.steps:
-            self._go_on(None, agreed)
-            return None
-        candidates = agreed.to_try(step, rule, self.path)
-        if not rewind:
-            agreed.refuse_after(candidates[0].number, step, self.path, {})
-        chosen, loaded, skipped = self._job.load_first(candidates, request, fallback=fallback)
-        if not rewind:
-            agreed.refuse_after(chosen.number, step, self.path, skipped)
-        # Before anything is put aside: the iterator may refuse the position.
-        self._job.set_position(data, chosen, loaded.entry.metadata)
-        self._go_on(chosen.number, agreed, skipped)
+        with ExitStack() as stack:
+            for series in self._all_series():
+                stack.enter_context(series.held())
+            self._upkeep.wait()  # it may be removing any step
+            agreed = self._job.agree(claims=True, fresh=self._is_fresh, rule=rule)
+            if not agreed.steps:
+                self._go_on(None, agreed)
+                return None
+            candidates = agreed.to_try(step, rule, self.path)
+            if not rewind:
+                agreed.refuse_after(candidates[0].number, step, self.path, {})
+            chosen, loaded, skipped = self._job.load_first(candidates, request, fallback=fallback)
+            if not rewind:
+                agreed.refuse_after(chosen.number, step, self.path, skipped)
+            # Before anything is put aside: the iterator may refuse the position.
+            self._job.set_position(data, chosen, loaded.entry.metadata)
+            self._go_on(chosen.number, agreed, skipped)
         if not return_report and (request.partial or request.rename):
             log_differences(f"{self.path}: step {chosen.number}", loaded.report)
         return Resumed(loaded.tree, chosen.number, skipped, loaded.report)
@@ -308,12 +313,12 @@ class Run:
         with self._claiming:
             if self._writer.has_claimed and not self._is_refused:
                 return
+            # Another job may have saved steps since the run was listed. It is not ended by the claim then; after the
+            # claim it saves no more.
+            self._is_refused = True
+            self._refuse_steps([step.number for step in steps_if_there(self.path)])
             self._writer.claim()
-            try:  # another job may have saved steps since the run was listed
-                self._refuse_steps([step.number for step in steps_if_there(self.path)])
-            except FileExistsError:
-                self._is_refused, self._has_begun = True, False
-                raise
+            self._refuse_steps([step.number for step in steps_if_there(self.path)])
             self._is_refused = False
 
     def _refuse_steps(self, there: Sequence[int]) -> None:
@@ -332,13 +337,17 @@ class Run:
         rewound = [] if step is None else agreed.after(step, skipped)
         if rewound or skipped:
             self._job.put_aside(reasons_to_put_aside(self.path, rewound, skipped))
+        if step is not None and rewound and self._parts:
+            self._job.put_aside(
+                lambda one: "rewound" if one.number > step else None, [part.path for part in self._parts]
+            )
         if step is not None or self._resumed_from is not None:  # its steps may have been removed since
             self._writer.note_resumed(step)
         for series in self._all_series():
             series.go_on(step)
         self.step, self._resumed_from = step or 0, step
         self._progress.note_save(step)
-        self._has_begun = True
+        self._has_begun, self._is_refused = True, False
 
     # ---------------------------------------------------------------------------------------- save
 
@@ -401,7 +410,9 @@ class Run:
 
         The arguments are those of `after`: `step`, `tree`, `data`, `metrics` and `metadata`.
         """
-        return self._save(Done(checked_number(step), tree, data, metrics, metadata), "call")
+        done = Done(checked_number(step), tree, data, metrics, metadata)
+        self._requests.reached(done.step)  # a request may be for this step
+        return self._save(done, "call")
 
     def request_save(self) -> None:
         """Ask for a save at the next step; with several processes, at the next step that all of them can agree on. Call
@@ -457,7 +468,7 @@ class Run:
         self._begin()
         pending = self._start(self._main, done, facts)
         self.step = done.step
-        self._progress.note_save(done.step)
+        self._progress.note_save(done.step, pending)
         self._clock.note_save(done.step)
         self._requests.watch()
         if (asked := self._requests.note_save(done.step)) is not None:
@@ -492,6 +503,7 @@ class Run:
             self._save_near(done, self._near)
             self._near.wait()
             self.stopping = True
+            self._progress.last = None  # a save at the end would not be done in time
             return None
         for series in self._all_series():
             series.under_way.log_failures()
@@ -577,10 +589,11 @@ class Run:
                     series.under_way.log_failures()
         finally:
             self._at_end.detach()  # warn of an unsaved end once
-            self._requests.close()
-            self._upkeep.end(_SHORT if self.stopping else None)
-            self._signals.close()
-            self._end_store_options()
+            with ExitStack() as stack:  # in reverse order; a Ctrl-C may end the waits
+                stack.callback(self._end_store_options)
+                stack.callback(self._signals.close)
+                stack.callback(self._upkeep.end, _SHORT if self.stopping else None)
+                stack.callback(self._requests.close)
 
 
 # Seconds that a job which was told to end waits for the deletion of old steps.
@@ -610,15 +623,16 @@ class _Progress:
     keeps: bool = False
     done: int | None = None
     saved: int | None = None
+    save: Pending | None = None
     last: Done | None = None
     process: int = dataclasses.field(default_factory=os.getpid)
 
     def note(self, done: Done) -> None:
         self.done = done.step
-        self.last = done if self.keeps else None
+        self.last = done.as_it_is() if self.keeps else None
 
-    def note_save(self, step: int | None) -> None:
-        self.saved = step
+    def note_save(self, step: int | None, save: Pending | None = None) -> None:
+        self.saved, self.save = step, save
         self.last = None
 
     def unsaved(self) -> Done | None:
@@ -629,6 +643,8 @@ class _Progress:
     def warn_of_unsaved(self) -> None:
         """Warn, in the first process, if the last step that was done is not in the run."""
         done, self.done = self.done, None
+        if self.save and self.save.done() and self.save.exception() is not None:
+            self.saved = None
         if done is None or done == self.saved or self.process != os.getpid() or jax.process_index() != 0:
             return
         logger.warning(
@@ -650,8 +666,14 @@ class _Progress:
 def _remove_others(writer: Writer, several: Sequence[Series], now: Callable[[], float]) -> None:
     """Remove the steps that no rule keeps, if this job is still the writer of the run."""
     writer.check()
+    failed = []
     for series in several:
-        series.remove_others(now())
+        try:
+            series.remove_others(now(), writer.check)
+        except OSError as error:  # the steps of the others may still be removed
+            failed.append(error)
+    if failed:
+        raise failed[0]
 
 
 def _end(progress: _Progress, signals: Signals, requests: Requests) -> None:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import logging
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -24,7 +25,7 @@ from eformer._engine.stores.locate import store_at
 from eformer._engine.trees.nodes import subtree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from eformer._engine.record.options import SaveOptions
     from eformer._engine.record.policies import Every, Keep
@@ -62,6 +63,8 @@ class Series:
         self._bases: dict[Pending, int] = {}  # the steps whose files the saves under way may link
         self._resumed_from: int | None = None
         self._told: set[str] = set()  # the warnings of retention that were logged
+        self._removing: object = None  # the removals under way
+        self._is_held = False
         self.took: float | None = None  # seconds from the hand-over of the last save to its commit
 
     def is_due(self, step: int) -> bool:
@@ -103,7 +106,7 @@ class Series:
             tree, path, format=format, metadata=done.metadata, options=_reusing(options), detach=True
         )
         pending = Pending(path)
-        before = self.under_way.newest()
+        before = self.under_way.unfinished()
         save.begin = functools.partial(self._begin, pending, begin)
         save.late = functools.partial(_in_order, before, facts)
         save.own_metadata, save.fence, save.whole_files = position, fence, True
@@ -134,12 +137,30 @@ class Series:
         self._bases.pop(pending, None)  # before `after`, which lets retention go on
         after(step, pending.path)
 
-    def remove_others(self, now: float) -> None:
-        """Remove the steps that no rule keeps, in the first process. Steps whose files a save may link stay."""
+    def remove_others(self, now: float, check: Callable[[], None]) -> None:
+        """Remove the steps that no rule keeps, in the first process. Steps whose files a save may link stay.
+
+        `check` is called before each removal, and raises an error if this job is no longer the writer.
+        """
         if self._keep is None or self._base is None:
             return
+        removing = self._removing = object()
         stay = {self._base[0], self._resumed_from, *self._bases.values()}
-        remove_others(self.path, self._keep, stay, now=now, told=self._told)
+
+        def goes_on() -> bool:
+            check()
+            return self._removing is removing and not self._is_held
+
+        remove_others(self.path, self._keep, stay, now=now, told=self._told, goes_on=goes_on)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """End the removals under way, and begin none during the block: the run may go on from any of the steps."""
+        self._is_held, self._removing = True, None
+        try:
+            yield
+        finally:
+            self._is_held = False
 
 
 def _reusing(options: SaveOptions) -> SaveOptions:
@@ -150,11 +171,11 @@ def _reusing(options: SaveOptions) -> SaveOptions:
 
 
 def _in_order(
-    before: Pending | None,
+    before: Sequence[Pending],
     facts: Callable[[Sequence[bytes]], Mapping[str, Any]],
     positions: Sequence[bytes],
 ) -> Mapping[str, Any]:
-    """Return the metadata of a step when the step before it is committed or has failed: no later step exists first."""
-    if before is not None:
-        before.exception()
+    """Return the metadata of a step when the saves before it are over: no later step exists first."""
+    for pending in before:
+        pending.exception()
     return facts(positions)

@@ -34,9 +34,9 @@ class UnderWay:
     def add(self, pending: Pending) -> None:
         self._saves.append(pending)
 
-    def newest(self) -> Pending | None:
-        """Return the newest save if it may be unfinished."""
-        return self._saves[-1] if self._saves else None
+    def unfinished(self) -> list[Pending]:
+        """Return the saves that have not finished. A later one may have failed, or been cancelled, already."""
+        return [pending for pending in self._saves if not pending.done()]
 
     def are_over(self) -> bool:
         """Tell whether every save has finished."""

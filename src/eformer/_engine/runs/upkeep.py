@@ -36,7 +36,7 @@ class Upkeep:
     def __init__(self, name: str, task: Callable[[], None]) -> None:
         self._name, self._task = name, task
         self._changed = threading.Condition()
-        self._asked = self._is_running = self._is_ending = False
+        self._asked = self._is_running = self.is_ending = False
         _all.add(self)
 
     def ask(self) -> None:
@@ -49,9 +49,11 @@ class Upkeep:
             self._is_running = True
         try:
             threading.Thread(target=self._run, name="eformer-upkeep", daemon=True).start()
-        except BaseException:
+        except (
+            RuntimeError
+        ) as error:  # no thread can be started; the step is saved, and the next request comes
             self._is_running = False
-            raise
+            logger.warning("%s: old steps could not be removed: %s", self._name, error)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is left to do, for at most half a minute or `timeout` seconds. Tell whether it is done."""
@@ -66,7 +68,7 @@ class Upkeep:
     def end(self, timeout: float | None = None) -> None:
         """Wait as `wait` does, without further repetitions of a failing task. Log a task that is left unfinished."""
         with self._changed:
-            self._is_ending = True
+            self.is_ending = True
             self._changed.notify_all()
         if not self.wait(timeout):
             logger.warning(
@@ -91,8 +93,8 @@ class Upkeep:
         """Wait for the pause after a failure. Tell whether to carry the task out once more; if not, end the thread."""
         with self._changed:
             if 0 < failures <= len(_PAUSES) and not self._asked:
-                self._changed.wait_for(lambda: self._asked or self._is_ending, _PAUSES[failures - 1])
-                is_repeated = not self._is_ending
+                self._changed.wait_for(lambda: self._asked or self.is_ending, _PAUSES[failures - 1])
+                is_repeated = not self.is_ending
             else:
                 is_repeated = False
             wanted, self._asked = self._asked or is_repeated, False
@@ -122,4 +124,5 @@ os.register_at_fork(after_in_child=_forget_all)
 def _end_all() -> None:
     # Python has joined the threads of all saves before it calls this.
     for upkeep in list(_all):
-        upkeep.end()
+        if not upkeep.is_ending:  # else its run has waited
+            upkeep.end()
