@@ -141,5 +141,6 @@ def save_slowly(path: str, number: int, keep: int, ready: str, go_on: str) -> No
     with begun(path, keep=keep) as run:
         run.save(number, tree_of(number), metrics={"slow": Slow()})
         with open(f"{go_on}.error", "w") as said:
-            said.write(type(run._main.under_way.newest().exception()).__name__)
+            (pending,) = run._main.under_way.unfinished()
+            said.write(type(pending.exception()).__name__)
         run._main.under_way.log_failures()

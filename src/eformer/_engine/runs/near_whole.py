@@ -151,6 +151,8 @@ class WholeTier:
         self._series.under_way.wait(timeout)
 
     def close(self) -> None:
+        """Wait for the near save that runs, and for the removal of old steps."""
+        self.wait()
         self._upkeep.end()
         self._end_store_options()
 
@@ -169,7 +171,7 @@ class _Removal:
 
     def __call__(self) -> None:
         self.writer.check()
-        self.series.remove_others(0.0)
+        self.series.remove_others(0.0, self.writer.check)
         while self.before:
             store = store_at(f"{self.path.rstrip('/')}/{self.before[-1]}")
             for step in steps_if_there(store.url):

@@ -578,8 +578,6 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         try:
-            if self._near:
-                self._near.close()
             if error is None:
                 self._save_unsaved()
                 self._wait_for_saves()
@@ -592,6 +590,8 @@ class Run:
             with ExitStack() as stack:  # in reverse order; a Ctrl-C may end the waits
                 stack.callback(self._end_store_options)
                 stack.callback(self._signals.close)
+                if self._near:
+                    stack.callback(self._near.close)
                 stack.callback(self._upkeep.end, _SHORT if self.stopping else None)
                 stack.callback(self._requests.close)
 
