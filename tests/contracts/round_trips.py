@@ -31,7 +31,7 @@ INHERITED = [
     HealthCheck.differing_executors,
     HealthCheck.too_slow,
 ]  # each layout runs the property on its own
-EXAMPLES = settings.default.max_examples // 2  # there are more than ten layouts
+EXAMPLES = settings.default.max_examples // 4  # there are more than ten layouts
 
 
 class RoundTrips(Contract):

@@ -121,7 +121,7 @@ def test_arrays_on_another_mesh_come_from_the_far_step(two, far, near):
 
 
 def test_another_number_of_processes_resumes_from_the_far_step(jobs, far, near):
-    succeed(jobs(4, 1).run("near_loop", far, near, 29))
+    succeed(jobs(4, 2).run("near_loop", far, near, 29))
     assert resumed(jobs(2, 2), far, near) == [(20, [])] * 2
     assert not any(held(near, rank) for rank in range(4))
 

@@ -25,6 +25,9 @@ LAYOUTS = {
 }
 FORMATS = ["safetensors", "tensorstore"]
 
+IS_THOROUGH = os.environ.get("EFORMER_SAMPLE") == "1" or os.environ.get("EFORMER_FAULTS_STRIDE") == "1"
+NUMBERS = [(2, 2), (4, 2), (1, 4), *([(4, 1)] if IS_THOROUGH else [])]  # processes, and devices of each
+
 
 @pytest.fixture(params=LAYOUTS)
 def layout(request, tmp_path):
@@ -97,7 +100,7 @@ def test_what_two_processes_save_loads_on_any_other_number(jobs, layout, how):
     assert verify(path).ok
     assert no_scratch(path)
     scenes.check(load(path), 1)  # one process, this one
-    for processes, devices in ((2, 2), (4, 2), (1, 4), (4, 1)):
+    for processes, devices in NUMBERS:
         job = jobs(processes, devices)
         for spec in (("x", "y"), (None, "x"), (("x", "y"),)):
             succeed(job.run("load_tree", path, spec, 1))
