@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # Faults strike every STRIDE-th call of a save, and each of the last ones. `make faults` strikes all calls.
-STRIDE = int(os.environ.get("EFORMER_FAULTS_STRIDE", "48"))
+STRIDE = int(os.environ.get("EFORMER_FAULTS_STRIDE", "32"))
 
 NOTHING, OLD, NEW, NEXT = 0, 1, 2, 3
 BESIDE = 9
