@@ -8,6 +8,7 @@ import signal
 import zlib
 
 from support import loopback
+from support.thorough import IS_THOROUGH
 
 loopback.keep()  # before anything can ask for an address
 
@@ -46,7 +47,7 @@ def pytest_collection_modifyitems(config, items):
 
     With EFORMER_SAMPLE=1, and in `make faults`, all of them run.
     """
-    if os.environ.get("EFORMER_SAMPLE") == "1" or os.environ.get("EFORMER_FAULTS_STRIDE") == "1":
+    if IS_THOROUGH:
         return
     cases = {}
     for item in items:

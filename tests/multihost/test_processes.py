@@ -13,6 +13,7 @@ from eformer.errors import NotFoundError
 from multihost import scenes
 from support.processes import Failed, Job
 from support.safetensors_files import tensors_in
+from support.thorough import IS_THOROUGH
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.sample(2)]
 
@@ -25,7 +26,6 @@ LAYOUTS = {
 }
 FORMATS = ["safetensors", "tensorstore"]
 
-IS_THOROUGH = os.environ.get("EFORMER_SAMPLE") == "1" or os.environ.get("EFORMER_FAULTS_STRIDE") == "1"
 NUMBERS = [(2, 2), (4, 2), (1, 4), *([(4, 1)] if IS_THOROUGH else [])]  # processes, and devices of each
 
 
