@@ -48,9 +48,9 @@ Bars = dict[str, float]
 
 def charts() -> dict[str, str]:
     """Return every chart by the name of its file."""
-    full, h200 = result("full"), result("h200")
-    llama = {row: cells(full, "llama", row) for row in ("save", "load", "blocked")}
-    gigabytes = f"{full['workloads']['llama']['nbytes'] / 1e9:.1f} GB, {full['machine']['cores']} cores"
+    model, h200 = result("llama"), result("h200")
+    llama = {row: cells(model, "llama", row) for row in ("save", "load", "blocked")}
+    gigabytes = f"{model['workloads']['llama']['nbytes'] / 1e9:.1f} GB, {model['machine']['cores']} cores"
     return {
         "stops.svg": chart(f"How long a save stops the program ({gigabytes}), ms", stops(llama)),
         "save.svg": chart(
@@ -62,7 +62,7 @@ def charts() -> dict[str, str]:
         "h200-save.svg": chart("A save from an H200 (7.4 GB), seconds", on_h200(h200, "save")),
         "small-save.svg": chart("A save of 10,000 tiny arrays, microseconds an array", small("save")),
         "small-load.svg": chart("A load of 10,000 tiny arrays, microseconds an array", small("load")),
-        "memory.svg": chart(f"Memory of a load beyond the state ({gigabytes}), MB", memory(full)),
+        "memory.svg": chart(f"Memory of a load beyond the state ({gigabytes}), MB", memory(model)),
         "flips.svg": chart("One bit flipped: a load returns wrong values, percent", shares("flips", "wrong")),
         "kills.svg": chart(
             "Killed while saving: the old checkpoint is lost, percent", shares("kills", "lost", "wrong")

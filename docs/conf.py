@@ -1,5 +1,6 @@
 """Build the site: `make docs`. The source directory is the repository itself, so that links are as on GitHub."""
 
+import inspect
 import re
 import sys
 from functools import cache
@@ -51,6 +52,8 @@ autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 # signatures stay readable: types are in the lists of arguments (docstrings.py)
 autodoc_typehints = "none"
+# which is not installed here
+autodoc_mock_imports = ["keras"]
 # types of other packages, which are on no page here
 nitpick_ignore_regex = [("py:class", r"(?!eformer\.).*")]
 
@@ -168,6 +171,12 @@ def documented_names():
 def simplify_signature(app, what, name, obj, options, signature, returns):
     if what == "class" and name.rpartition(".")[2] in RESULTS:
         return "", ""
+    if what == "class" and name.startswith(
+        "eformer.keras."
+    ):  # hidden by the mock of its base
+        _, *own = inspect.signature(obj.__init__).parameters.values()
+        own = [each.replace(annotation=each.empty) for each in own]
+        return str(inspect.Signature(own)), ""
     if signature and "_DEFAULT" in signature:
         kind = "LoadOptions" if name.endswith(".load") else "SaveOptions"
         signature = signature.replace("_DEFAULT", f"{kind}()")

@@ -26,7 +26,7 @@ RESULTS = {
 VERBS = """
     Add Allow Ask Call Check Close Compare Compress Compute Convert Count Create Decompress Delete Describe Do Estimate
     Flatten Group Iterate Join Let Load Move Open Read Replace Report Replicate Restore Return Save Say Send Serialize Set Sign
-    Split Start Strip Tell Wait Write Yield
+    Split Start Stop Strip Tell Wait Write Yield
 """
 SAME_AS = re.compile(r"arguments are those of `(?P<name>\w+)`")
 

@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def test_the_first_block_can_be_pasted_into_a_new_interpreter(page):
 @pytest.mark.usefixtures("alone")
 def test_the_loop_for_schedulers_ends_with_its_code_and_goes_on_at_the_next_start():
     page = "docs/guides/integrations.md"
-    [loop] = to_run(page)
+    loop, *_ = to_run(page)
     variables = STAGES[page]()
     step = variables["train_step"]
 
@@ -81,6 +82,23 @@ def test_the_loop_for_schedulers_ends_with_its_code_and_goes_on_at_the_next_star
     assert checkpoint.load("run")["w"][0] == 3000
 
 
+@pytest.mark.usefixtures("alone")
+def test_reinforcement_learning_that_is_killed_goes_on_bit_for_bit():
+    [loop] = [block for block in blocks("docs/guides/recipes.md") if "class Prompts" in block.text]
+    for name in ("killed", "whole"):
+        Path(f"{name}.py").write_text(loop.text.replace('train("rl", 100)', f'train("{name}", 500)'))
+    for least in (1, 250):
+        with subprocess.Popen([sys.executable, "killed.py"]) as process:
+            wait_for_step("killed", least)
+            process.kill()
+        assert process.returncode == -signal.SIGKILL
+    for name in ("killed", "whole"):
+        done = programs.run(Path(f"{name}.py").read_text())
+        assert done.returncode == 0, done.stderr
+    assert checkpoint.diff("killed", "whole").same
+    assert checkpoint.load("whole")["version"] == 500
+
+
 @pytest.mark.skipif(ministack.program() is None, reason="ministack is not installed")
 @pytest.mark.usefixtures("alone")
 def test_a_run_resumes_in_a_bucket_on_this_machine(monkeypatch):
@@ -89,14 +107,23 @@ def test_a_run_resumes_in_a_bucket_on_this_machine(monkeypatch):
     Path("train.py").write_text(train.text)
     [block] = [block for block in blocks(page) if "ministack -d" in block.text]
     lines = block.text.replace("4566", port).splitlines()
-    assert lines[0].startswith("pip install ministack")
-    monkeypatch.setenv("PATH", f"{Path(ministack.program()).parent}:{os.environ['PATH']}")
+    assert lines[1] == "~/server-env/bin/pip install ministack"
+    programs_of_server = Path("server-env/bin")
+    programs_of_server.mkdir(parents=True)
+    (programs_of_server / "ministack").symlink_to(ministack.program())
     monkeypatch.setenv("GATEWAY_PORT", port)
-    script = "\n".join(["set -eu", "trap 'ministack --stop || true' EXIT", *lines[1:]])
+    script = "\n".join(["set -eu", "trap '~/server-env/bin/ministack --stop || true' EXIT", *lines[2:]])
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "begins at step 0\nbegins at step 100\n" in done.stdout
     assert re.search(r"100 .* resumed from\n +250 .*\n +300 ", done.stdout)
+
+
+def wait_for_step(path, least):
+    deadline = time.monotonic() + 60
+    while not Path(path).exists() or all(step.number < least for step in checkpoint.steps(path)):
+        assert time.monotonic() < deadline, f"{path} has no step {least}"
+        time.sleep(0.005)
 
 
 def run(block, text, variables):
@@ -147,4 +174,4 @@ def test_every_block_is_of_a_known_kind():
 
 def test_few_blocks_are_not_run_and_say_why():
     left_out = [block for page in pages() for block in blocks(page) if block.not_run]
-    assert len(left_out) == 18, [f"{block.page}, line {block.line}: {block.not_run}" for block in left_out]
+    assert len(left_out) == 21, [f"{block.page}, line {block.line}: {block.not_run}" for block in left_out]

@@ -57,22 +57,26 @@ UTILS = {
     "to_host": "(x, float_dtype, mesh, cpu_offload: bool)",
 }
 CHECKPOINT = {
-    "abstract": "(path, *, prefix=None)",
-    "convert": "(source, destination, *, to=None, prefix=None, rename=None, dtype=None, config=None, "
+    "abstract": "(path, *, step=None, prefix=None, plain=False)",
+    "best": "(path, *, by=None, mode='min')",
+    "convert": "(source, destination, *, to=None, step=None, prefix=None, root=None, keys=None, rename=None, dtype=None, config=None, "
     "max_shard_bytes=None, memory=None, dry_run=False, allow_missing=False, progress=None, dequant=None)",
     "diff": "(a, b, *, prefix=None, progress=None)",
+    "fingerprint": "(tree, *, timeout=None)",
     "follow": "(path, *, after=None, poll=10.0, timeout=None)",
-    "inspect": "(path)",
+    "inspect": "(path, *, step=None)",
     "latest": "(path)",
-    "load": "(path, *, like=None, into=None, partial=False, root=None, rename=None, resize=None, return_report=False, "
+    "load": "(path, *, step=None, like=None, into=None, partial=False, root=None, rename=None, resize=None, plain=False, return_report=False, "
     "prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, callback=None, verify=None, mmap=False, "
     "progress=None, options=LoadOptions(), signed_by=None, dequant=None, duplicates=None)",
-    "open": "(path, *, prefix=None, cache=None, signed_by=None)",
+    "open": "(path, *, step=None, prefix=None, cache=None, signed_by=None)",
     "placement": "(path, *, mesh=None, rules=None, shardings=None, prefix=None, dtype=None)",
     "prune": "(directory, *, keep, pattern=None, foreign=False, check=False, dry_run=False)",
     "register_module": "(kind, *, state, update=None, build=None)",
     "register_node": "(kind)",
+    "request_save": "(path, *, timeout=600.0)",
     "report": "(path, against=None, *, values=True, prefix=None, step=None, keep=None, memory=None, progress=None)",
+    "same": "(tree, path, *, prefix=None, timeout=None)",
     "save": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions(), overwrite=False, "
     "progress=None)",
     "save_async": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions(), "
@@ -227,6 +231,7 @@ def test_the_engine_offers_what_is_documented_and_no_more():
         "Placement",
         "Pruned",
         "Report",
+        "Same",
         "Resumed",
         "Run",
         "SaveOptions",

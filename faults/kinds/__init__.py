@@ -29,6 +29,7 @@ KINDS: dict[str, Kind] = {
         python_calls.Kills(),
         system_calls.Errors(),
         python_calls.Errors(),
+        python_calls.Cancels(),
         random_kills.RandomKills(),
         power.Power(),
         power.Blocks(),

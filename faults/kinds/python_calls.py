@@ -1,10 +1,12 @@
-"""A save that is killed before or after any call of Python's `os`, or gets an error there; also on other systems."""
+"""A save that is killed before or after any call of Python's `os`, gets an error there, or is cancelled; also on other
+systems."""
 
 from __future__ import annotations
 
 import errno
 import functools
 import os
+from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING
 
 import subjects
@@ -14,6 +16,8 @@ from savers import Struck
 from kinds.kind import Bench, Kind, after_save
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from support.faults import Forks
 
 _CODES = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EMFILE)
@@ -92,3 +96,31 @@ class Errors(PythonCalls):
         if os.listdir("/proc/self/fd") != before:
             return Struck("crashed", failed, True, "a descriptor stays open")
         return Struck(ending, failed, bool(failed), said)
+
+
+class Cancels(PythonCalls):
+    name = "cancels"
+    title = "`Pending.cancel` before any call of `os` that changes the disk; nothing but the old files stays"
+    ways = 1
+
+    def strike(self, bench: Bench, layout: str, at: int, way: int) -> Struck:
+        import layouts
+
+        from support.cancelling import Cancelling
+        from support.faults import hooked
+
+        folder, cancelling = bench.scene(layout).folder, Cancelling(at)
+        before, ending, said = _files_in(folder), "returned", ""
+        with hooked(before=cancelling):
+            try:
+                layouts.OURS[layout].layout.save(folder, subjects.NEW, cancelling.save)
+            except CancelledError as error:
+                ending, said = "raised", str(error)
+        if ending == "raised" and _files_in(folder) != before:
+            return Struck("crashed", [cancelling.where], True, "a cancelled save leaves something")
+        return Struck(ending, [cancelling.where], cancelling.was_stopped is not None, said)
+
+
+def _files_in(folder: Path) -> dict[str, int]:
+    """Return everything in a folder, with the inodes."""
+    return {str(path): path.lstat().st_ino for path in folder.rglob("*")}

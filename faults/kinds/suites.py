@@ -76,6 +76,11 @@ def _title(path: Path) -> str:
 SUITES = (
     Suite("forks", "forks while threads save and load", "**/test_forks.py", "**/test_fork.py"),
     Suite("interrupts", "Ctrl-C at any line of a call, then a newer save", "faults/test_interrupts.py"),
+    Suite(
+        "cancels-buckets",
+        "`Pending.cancel` before any request of a save to a bucket",
+        "faults/test_cancel.py",
+    ),
     Suite("processes", "one of several processes is killed or late", "multihost/test_*.py"),
     Suite(
         "runs",

@@ -14,8 +14,10 @@ EformerError
 ├── LeafError        (TypeError,    a leaf cannot be stored, because of its type
 │                     ValueError)   or its value
 ├── TransferError    (OSError)      an array arrived damaged on a device, twice, or from it
+├── ReplicaError     (RuntimeError) copies of one array, on several devices, differ
 ├── ProcessError     (RuntimeError) another process failed, or made a different call
 │   └── ProcessTimeoutError         another process did not answer in time; also a TimeoutError
+├── SaveRequestError (RuntimeError) a job that was asked for a save has not saved
 ├── SupersededError  (RuntimeError) another job has become the writer of a run
 └── LeaseLostError   (RuntimeError) a save to a bucket took so long that another save removed its files
 
@@ -131,12 +133,34 @@ class TransferError(EformerError, OSError):
     """
 
 
+class ReplicaError(EformerError, RuntimeError):
+    """Copies of one array on several devices differ, at step `step` of a run. `problems` has one line for each leaf,
+    which names the processes."""
+
+    def __init__(self, path: str, step: int, problems: Sequence[str]) -> None:
+        # As arguments, so that the error survives being pickled.
+        super().__init__(path, step, tuple(problems))
+        self.path = path
+        self.step = step
+        self.problems = tuple(problems)
+
+    def __str__(self) -> str:
+        lines = [f"{self.path}: step {self.step}: copies of arrays differ", *self.problems[:_MOST_SHOWN]]
+        return "\n  ".join(
+            [*lines, "The step is not saved: check the devices named here, and resume the run"]
+        )
+
+
 class ProcessError(EformerError, RuntimeError):
     """Another process of the same save or load failed, or made a different call."""
 
 
 class ProcessTimeoutError(ProcessError, TimeoutError):
     """Another process of the same save or load did not answer in time."""
+
+
+class SaveRequestError(EformerError, RuntimeError):
+    """The job that was asked for a save has not saved: the save failed, or another job writes the run."""
 
 
 class SupersededError(EformerError, RuntimeError):

@@ -389,6 +389,15 @@ def test_a_leaf_that_became_nan_is_the_first_and_the_loudest(browser, compared):
     assert page.js("return document.querySelectorAll('.tile.alarm').length") >= 1
 
 
+def test_a_step_in_which_no_array_changed_says_so(browser, tmp_path):
+    for step in (1, 2):
+        checkpoint.save({"w": np.ones(3), "step": step}, tmp_path / f"step-{step}")
+    checkpoint.report(tmp_path / "step-2", tmp_path / "step-1").save(tmp_path / "page.html")
+    page = Page(browser).open((tmp_path / "page.html").as_uri())
+    assert page.js("return document.querySelector('.chip.changed').textContent") == "1 changed"
+    assert page.js("return document.querySelector('.change-split p').textContent") == "No array changed."
+
+
 def test_a_leaf_that_became_nan_is_loud_in_words_and_one_click_away(browser, compared):
     page = Page(browser).open(compared["file"])
     assert page.js("return document.getElementById('became').getAttribute('role')") == "alert"

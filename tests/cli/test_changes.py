@@ -257,6 +257,16 @@ def test_prune_prints_its_plan(steps):
     assert sorted(os.listdir(steps)) == ["step-10", "step-11", "step-12"]
 
 
+def test_prune_says_how_many_bytes_are_freed(steps):
+    assert run("prune", steps, "--keep", 2, "--yes").stdout.endswith(" B freed\n")
+    place = steps / "step-12"
+    os.rmdir(place)
+    save({"w": np.ones(10)}, place, options={"reuse": steps / "step-11"})
+    said = run("prune", steps, "--keep", 1, "--yes").stdout.splitlines()[-1]
+    assert re.fullmatch(r"removed 2 checkpoints, .* of .* freed: checkpoints that stay share the rest", said)
+    assert json.loads(run("prune", steps, "--keep", 1, "--yes", "--json").stdout)["freed"] == 0
+
+
 def test_prune_lists_other_files_before_it_asks(steps):
     (steps / "step-9" / "notes.txt").write_text("x")
     done = subprocess.run(

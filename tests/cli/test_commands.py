@@ -51,7 +51,9 @@ def test_inspect_for_programs(model):
     tree = facts["trees"][""]
     assert (tree["arrays"], tree["values"], tree["digests"]) == (25, 1, True)
     assert tree["parameters"] == 12 * (64 * 64 + 64) + 800
-    assert {"name": "step", "value": 7} in tree["leaves"]
+    fingerprints = checkpoint.inspect(model).trees[""].fingerprints
+    step = {"name": "step", "value": 7, "fingerprint": fingerprints["step"]}
+    assert step in tree["leaves"]
 
 
 def test_ls_has_one_line_a_leaf(model):
@@ -61,6 +63,7 @@ def test_ls_has_one_line_a_leaf(model):
     (leaf,) = json.loads(run("ls", model, "embed", "--json").stdout)
     assert leaf == {
         "name": "embed", "dtype": "float64", "shape": [100, 8], "bytes": 6400, "sharding": "one device",
+        "fingerprint": checkpoint.inspect(model).trees[""].fingerprints["embed"],
     }  # fmt: skip
 
 

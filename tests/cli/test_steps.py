@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from eformer.checkpoint import Run
+from eformer.checkpoint import Keep, Run
 from support.commands import run as command
 from support.programs import on_terminal
 
@@ -103,8 +103,51 @@ def test_a_directory_without_steps_says_so(tmp_path):
     assert command("steps", tmp_path).stdout == f"no steps in {tmp_path}\n"
 
 
+def test_a_checkpoint_is_no_run(run):
+    shown = command("steps", run / "step-10", code=1).stderr
+    assert "step-10 is a checkpoint, not a run with steps; eformer inspect shows it" in shown
+
+
+def test_inspect_names_the_steps_of_a_run_and_the_step_that_it_shows(run):
+    assert "step-10; step-20; step-30; step-30 is shown" in command("inspect", run).stdout
+    assert "is shown" not in command("inspect", run / "step-30").stdout
+
+
+def test_the_plan_of_prune_says_why_the_step_of_the_resume_stays(run):
+    with Run(run) as again:
+        again.resume()
+        again.save(40, {"w": 0})
+    shown = command("prune", run, "--keep", 1, "--dry-run").stdout
+    assert "keep    step-30: the run resumed from it\nkeep    step-40\n" in shown
+
+
 def test_series_are_counted_as_prune_counts_them(run):
     (run / "step-10").rename(run / "run-10")
     lines = command("steps", run, "--keep", 1).stdout.splitlines()
     assert [line.split()[0] for line in lines if line.endswith("would be removed")] == ["20"]
     assert json.loads(command("prune", run, "--keep", 1, "--json", "--yes").stdout)["removed"] == ["step-20"]
+
+
+def test_every_command_for_a_checkpoint_takes_a_step_by_number_or_the_best(tmp_path):
+    with Run(tmp_path / "run", keep=Keep(best=9, by="loss")) as made:
+        for step, loss in enumerate([0.5, 0.2, 0.4], 1):
+            made.save(step, {"params": {"w": np.full(2, step), "b": [1, 2]}}, metrics={"loss": loss})
+    path = tmp_path / "run"
+    assert f"{path}/step-2: " in command("verify", path, "--step", "best").stdout
+    for name in ("inspect", "ls"):
+        assert "params" in command(name, path, "--step", 1).stdout
+        assert "has no step 7" in command(name, path, "--step", 7, code=1).stderr
+        assert (
+            "'x' is neither the number of a step nor 'best'"
+            in command(name, path, "--step", "x", code=2).stderr
+        )
+    command("convert", path, tmp_path / "x.npz", "--step", "best", "--root", "params", "--keys", "w")
+    with np.load(tmp_path / "x.npz") as found:
+        assert (found.files, found["w"].tolist()) == (["w"], [2, 2])
+    assert (
+        "no leaf is named 'v'" in command("convert", path, tmp_path / "y.npz", "--keys", "v", code=1).stderr
+    )
+    assert (
+        "no leaf is named 'parms'"
+        in command("convert", path, tmp_path / "y.npz", "--root", "parms", code=1).stderr
+    )

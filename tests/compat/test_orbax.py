@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -46,6 +47,14 @@ def test_arrays_are_as_the_manifest_says(layout):
         step = np.int32(2 if layout == "manager/2" else 3)
         expected["step"] = described(step)
     assert found == expected
+
+
+@pytest.mark.parametrize("layout", ["v0_plain", "v0_standard", "v0_zarr3", "bare_database"])
+def test_a_path_with_dots_leads_to_the_arrays(layout, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = os.path.relpath(DATA / layout)
+    assert path.startswith("..")
+    assert checkpoint.diff(path, DATA / layout).same
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

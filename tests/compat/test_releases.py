@@ -133,3 +133,12 @@ def test_that_reader_cuts_large_arrays_into_the_same_pieces(tmp_path):
     assert len(checkpoint.inspect(tmp_path / "saved").trees[""].leaves["deep"].extents[0].digests) > 32
     found = read(tmp_path / "saved")[""]
     assert all(np.array_equal(found[name], array) for name, array in tree.items())
+
+
+@pytest.mark.parametrize("name", ["directory", "file/model.safetensors", "shards", "checksums", "zarr"])
+def test_records_without_fingerprints_give_those_of_what_they_hold(name):
+    path = RELEASES / "0.1.0" / name
+    tree, recorded = checkpoint.load(path), checkpoint.inspect(path).trees[""].fingerprints
+    columns = {"sharded": None} if name == "zarr" else {}  # in chunks of their own
+    assert recorded == checkpoint.fingerprint(tree) | columns
+    assert checkpoint.same(tree, path)

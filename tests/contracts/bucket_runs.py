@@ -47,6 +47,13 @@ class BucketRuns:
         assert (found.step, found.skipped) == (5, {})
         assert_same(found.tree, tree(5))
 
+    def test_the_best_step_and_others_are_loaded(self, url, kind):
+        self.save(url, kind, 3, keep=[Keep(last=9), Keep(best=1, by="loss")])
+        checkpoint.score(url, 2, {"loss": -9})
+        assert checkpoint.best(url) == checkpoint.best(url, by="loss") == f"{url}/step-2"
+        assert_same(checkpoint.load(url, step="best"), tree(2))
+        assert_same(checkpoint.load(url, step=1), tree(1))
+
     def test_a_damaged_step_is_skipped_and_put_aside(self, url, kind):
         self.save(url, kind, 3)
         data = {key: len(data) for key, data in objects(f"{url}/x").items() if "/step-3/" in key}

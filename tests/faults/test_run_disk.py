@@ -18,6 +18,7 @@ def run_on(disk, every, tolerate, fmt):
     raised = []
     run = Run(disk.place / "run", every=1, keep=1, tolerate=tolerate, format=fmt, signals=())
     for step in range(1, 13):
+        run._upkeep.wait()  # or the deletion of an old step makes room
         try:
             with disk.filled_but_for(pages=1) if step % every == 0 else nullcontext():
                 if pending := run.after(step, tree_of(step)):

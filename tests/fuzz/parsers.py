@@ -11,6 +11,7 @@ from eformer._engine.formats.others.npy import parse_npy_header
 from eformer._engine.formats.others.orbax_metadata import CheckpointMetadata, TreeMetadata, build_structure
 from eformer._engine.formats.others.single_file import SingleFile
 from eformer._engine.formats.others.sniff import FILE_READERS
+from eformer._engine.formats.run_steps import Scores
 from eformer._engine.formats.safetensors.header import header_length, parse_header
 from eformer._engine.formats.zarr.original_structure import parse_original_structure
 from eformer._engine.record.indexes import Index
@@ -20,7 +21,6 @@ from eformer._engine.record.owners import files_with
 from eformer._engine.record.signature import signed_files
 from eformer._engine.record.values import parse_json
 from eformer._engine.record.zarray import parse_zarray
-from eformer._engine.runs.steps import Scores
 from eformer._engine.stores.journal import Journal
 from eformer._engine.stores.keys import public_key
 from eformer._engine.trees.unflatten import unflatten

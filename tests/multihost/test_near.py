@@ -115,15 +115,26 @@ def test_arrays_come_from_the_near_step_wherever_they_lie_on_the_mesh(two, far, 
     assert succeed(two.run("near_resumed", far, near, how)) == [(27, [], first)] * 2
 
 
-def test_arrays_on_another_mesh_come_from_the_far_step(two, far, near):
-    succeed(two.run("near_loop", far, near, 29))
-    assert resumed(two, far, near, "turned") == [(20, [27, 24, 21])] * 2
+def test_arrays_on_another_mesh_come_from_the_parts_of_all_processes(two, far, near):
+    (_, bits, *_), _ = succeed(two.run("near_loop", far, near, 27))
+    assert succeed(two.run("near_resumed", far, near, "turned")) == [(27, [], bits)] * 2
 
 
-def test_another_number_of_processes_resumes_from_the_far_step(jobs, far, near):
-    succeed(jobs(4, 2).run("near_loop", far, near, 29))
-    assert resumed(jobs(2, 2), far, near) == [(20, [])] * 2
-    assert not any(held(near, rank) for rank in range(4))
+@pytest.mark.parametrize("counts", [(4, 2), (2, 4)])
+def test_another_number_of_processes_resumes_from_the_parts_on_this_host(jobs, far, near, counts):
+    before, after = counts
+    (_, bits, *_), *_ = succeed(jobs(before, 4 // before).run("near_loop", far, near, 27))
+    job = jobs(after, 4 // after)
+    assert succeed(job.run("near_resumed", far, near)) == [(27, [], bits)] * after
+    assert held(near, 0).keys() == {21, 24, 27}
+    succeed(job.run("near_continued", far, near, 42))
+    assert [sorted(held(near, rank)) for rank in range(4)] == [[36, 39, 42]] * after + [[]] * (4 - after)
+
+
+def test_a_position_in_the_data_is_not_divided_among_other_processes(jobs, far, near):
+    succeed(jobs(4, 1).run("near_loop", far, near, 27))
+    outcomes = jobs(2, 2).run("near_loop", far, near, 29)
+    assert all("has the positions of 4 processes in the data, this job has 2" in str(one) for one in outcomes)
 
 
 def test_every_kind_of_leaf_comes_back_in_the_process_that_had_it(two, far, near):

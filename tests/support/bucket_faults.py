@@ -147,14 +147,14 @@ class Layout:
     def options(self) -> SaveOptions:
         return SaveOptions(max_shard_bytes=self.max_shard_bytes, threads=2, reuse=self.reuse)
 
-    def save(self, url: str, generation: int, lease: float = LIVE) -> None:
+    def save(self, url: str, generation: int, lease: float = LIVE, how: Callable[..., object] = save) -> None:
         with (
             mock.patch.object(leases, "LEASE", lease),
             mock.patch.object(bucket, "PART_BYTES", min(self.part_bytes, bucket.PART_BYTES)),
             mock.patch.object(requests, "PART_BYTES", min(self.part_bytes, requests.PART_BYTES)),
             mock.patch.object(record, "PIECE_BYTES", min(self.part_bytes, record.PIECE_BYTES)),
         ):
-            save(
+            how(
                 self.tree(generation),
                 url + self.suffix,
                 prefix=self.prefix,

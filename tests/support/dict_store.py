@@ -93,6 +93,9 @@ class DictUpload:
     def announce(self):
         raise NotImplementedError("another process has another dict")
 
+    def require_room(self, nbytes):
+        """A dict has room."""
+
     def create(self, name, nbytes):
         raise NotImplementedError("files are written from their beginning to their end; use stream")
 

@@ -1,6 +1,7 @@
 """A small server of objects on loopback, with the interface that S3 and the XML API of Google share.
 
-It can ignore the conditions of requests, as some servers do, and refuse everything with a status of choice.
+It can ignore the conditions of requests, as some servers do, refuse everything with a status of choice, refuse to be
+written to, and answer late.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ def serving(*, honours_conditions=True):
         server.url = f"http://127.0.0.1:{server.server_port}"
         server.objects, server.requests, server.generations, server.times = {}, [], {}, {}
         server.honours_conditions, server.refuse_with = honours_conditions, None
+        server.is_read_only, server.delay = False, 0.0
         server.changes = threading.Lock()
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
@@ -42,8 +44,12 @@ class _Handler(BaseHTTPRequestHandler):
     def handle_any(self):
         self.body = self.rfile.read(int(self.headers.get("content-length", 0)))
         self.server.requests.append((self.command, self.path, dict(self.headers)))
+        time.sleep(self.server.delay)
         if self.server.refuse_with:
             self.answer(*self.server.refuse_with)
+            return
+        if self.server.is_read_only and self.command not in ("GET", "HEAD"):
+            self.answer(403, b"<Error><Code>AccessDenied</Code></Error>")
             return
         with self.server.changes:
             getattr(self, self.command.lower())()

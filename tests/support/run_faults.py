@@ -30,7 +30,9 @@ MARKS = (
 def begun(path: Any, **arguments: Any) -> checkpoint.Run:
     """Return a run that saves among the steps of earlier jobs, without the loads of a resume, after which one stays."""
     run = checkpoint.Run(path, signals=(), **arguments)
-    run._refuse_steps = lambda agreed: None
+    run._refuse_steps = lambda there: None
+    if there := checkpoint.steps(path) if os.path.isdir(path) else ():
+        run._main._base = (there[-1].number, there[-1].path)  # whose files the first save may link
     return run
 
 

@@ -139,7 +139,7 @@ def _buckets() -> dict[str, Any]:
 @stage("docs/guides/from-flax.md")
 @stage("docs/guides/from-safetensors.md")
 def _loops() -> dict[str, Any]:
-    return {"directory": str(Path("loop").absolute())}
+    return {}
 
 
 @stage("docs/guides/from-hugging-face.md")
@@ -153,7 +153,7 @@ def _orbax() -> dict[str, Any]:
     checkpoint.save(state(), "saved", prefix="default")
     for step in (1000, 2000):
         checkpoint.convert("saved", f"run/{step}", to="orbax")
-    return {"directory": str(Path("loop").absolute())}
+    return {}
 
 
 @stage("docs/guides/from-pytorch.md")
@@ -207,6 +207,11 @@ def _signatures() -> dict[str, Any]:
     return {"state": saved, "run": checkpoint.Run("run")}
 
 
+@stage("docs/guides/is-this-what-was-saved.md")
+def _same() -> dict[str, Any]:
+    return {"state": state()}
+
+
 @stage("docs/guides/the-manager.md")
 def _manager() -> dict[str, Any]:
     return {"state": state(), "mesh": mesh("model"), "P": P}
@@ -215,6 +220,11 @@ def _manager() -> dict[str, Any]:
 @stage("docs/guides/recipes.md")
 def _recipes() -> dict[str, Any]:
     named_as_llama("hf/llama")
+    return {}
+
+
+@stage("docs/guides/data.md")
+def _data() -> dict[str, Any]:
     return {}
 
 

@@ -3,11 +3,14 @@
 save, save_async         save a tree, with SaveOptions; save_async returns a Pending
 wait                     wait for every save_async of this process
 Run                      save the steps of a training run by rule (Every, Keep, Near), and resume it (Resumed, Step)
-steps, latest            list the steps of a run; the path of the newest one
+steps, latest, best      list the steps of a run; the path of the newest one, of the best one by a metric
 follow, score            look at a run from another job: wait for its steps, add metrics to them
+request_save             ask the job that writes a run to save at its next step
 load                     load a tree onto any mesh, with LoadOptions; with return_report, return a LoadReport, too
 abstract                 give the shapes and dtypes of a saved tree, in its structure
 open, inspect            look at the leaves of a checkpoint without loading it; return a View, an Inspection
+fingerprint              compute a digest of each leaf of a tree in memory, the one that inspect shows
+same                     compare a tree in memory with the record of a checkpoint; return a Same
 verify                   check every byte against its digest; return a Verification
 sign                     sign every byte with a private key; `load` and `verify` check it with the public key
 diff                     compare two checkpoints; return a Diff
@@ -38,9 +41,11 @@ _NAMES = {
     "record.policies": "Every Keep Near",
     "pages.report": "Report report",
     "runs.follow": "follow score",
+    "runs.requests": "request_save",
     "runs.resume": "Resumed",
     "runs.run": "Run",
-    "runs.steps": "Step latest steps",
+    "formats.run_steps": "Step best latest steps",
+    "saving.live": "Same fingerprint same",
     "saving.pending": "Pending wait",
     "saving.start": "save save_async",
     "stores.store_options": "store_options",
@@ -57,6 +62,10 @@ _NAMES = {
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if TYPE_CHECKING:
+    from eformer._engine.formats.run_steps import Step as Step
+    from eformer._engine.formats.run_steps import best as best
+    from eformer._engine.formats.run_steps import latest as latest
+    from eformer._engine.formats.run_steps import steps as steps
     from eformer._engine.loading.load import load as load
     from eformer._engine.loading.preview import Placement as Placement
     from eformer._engine.loading.preview import abstract as abstract
@@ -71,11 +80,12 @@ if TYPE_CHECKING:
     from eformer._engine.record.policies import Near as Near
     from eformer._engine.runs.follow import follow as follow
     from eformer._engine.runs.follow import score as score
+    from eformer._engine.runs.requests import request_save as request_save
     from eformer._engine.runs.resume import Resumed as Resumed
     from eformer._engine.runs.run import Run as Run
-    from eformer._engine.runs.steps import Step as Step
-    from eformer._engine.runs.steps import latest as latest
-    from eformer._engine.runs.steps import steps as steps
+    from eformer._engine.saving.live import Same as Same
+    from eformer._engine.saving.live import fingerprint as fingerprint
+    from eformer._engine.saving.live import same as same
     from eformer._engine.saving.pending import Pending as Pending
     from eformer._engine.saving.pending import wait as wait
     from eformer._engine.saving.start import save as save

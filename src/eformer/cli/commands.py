@@ -27,8 +27,10 @@ from eformer.cli.group import (
     with_options,
 )
 from eformer.cli.pages import report, serve
+from eformer.errors import NotFoundError
 
 if TYPE_CHECKING:
+    from eformer._engine.formats.run_steps import StepChoice
     from eformer._engine.tools.prune import Pruned
     from eformer._engine.tools.verify import Verification
 
@@ -52,6 +54,7 @@ def main(debug: bool) -> None:  # noqa: ARG001  read by the group
       eformer steps ./run                      list the steps of a run
       eformer serve ./run                      show a run while it trains
       eformer prune ./run --keep 3             delete old checkpoints
+      eformer request ./run                    ask the running job to save
       eformer demo                             try everything in ten seconds
     """
     # As a KeyboardInterrupt, so that a command that is terminated removes its unfinished files.
@@ -63,10 +66,13 @@ def main(debug: bool) -> None:  # noqa: ARG001  read by the group
 @main.command(short_help="Show format, metadata and tree")
 @options.path
 @click.argument("name", required=False)
+@options.step
 @options.prefix
 @options.as_json
 @click.option("--svg", type=click.Path(dir_okay=False), help="Write an SVG image to this file instead.")
-def inspect(path: str, name: str | None, prefix: str | None, as_json: bool, svg: str | None) -> None:
+def inspect(
+    path: str, name: str | None, step: StepChoice, prefix: str | None, as_json: bool, svg: str | None
+) -> None:
     """Show the format, the metadata and the tree of the checkpoint at PATH, or only the leaves that NAME finds.
 
     NAME is the name of a leaf or subtree, or a glob pattern.
@@ -76,10 +82,12 @@ def inspect(path: str, name: str | None, prefix: str | None, as_json: bool, svg:
     eformer inspect ./checkpoint params.encoder
     eformer inspect model.safetensors --json | jq .trees
     """
-    from eformer.cli.facts import checkpoint_facts, leaf_facts  # late: `--help` should not wait for numpy
+    from eformer._engine.formats.run_steps import path_of_step  # late: `--help` should not wait for numpy
+    from eformer.cli.facts import checkpoint_facts, leaf_facts
 
     if svg and as_json:
         raise click.UsageError("--svg and --json cannot be combined")
+    path = str(path_of_step(path, step))
     facts, trees = checkpoint_facts(path, prefix, name)
     if as_json:
         for each, tree in trees.items():
@@ -101,9 +109,10 @@ def inspect(path: str, name: str | None, prefix: str | None, as_json: bool, svg:
 @main.command("ls", short_help="List leaves, one line each")
 @options.path
 @click.argument("name", required=False)
+@options.step
 @options.prefix
 @options.as_json
-def list_leaves(path: str, name: str | None, prefix: str | None, as_json: bool) -> None:
+def list_leaves(path: str, name: str | None, step: StepChoice, prefix: str | None, as_json: bool) -> None:
     """List the leaves of the checkpoint at PATH, or only the leaves that NAME finds, one line each.
 
     NAME is the name of a leaf or subtree, or a glob pattern. Write keys that contain dots as they are. The exit code is
@@ -114,9 +123,10 @@ def list_leaves(path: str, name: str | None, prefix: str | None, as_json: bool) 
     eformer ls ./checkpoint params.encoder
     eformer ls ./checkpoint "layers.*.bias"
     """
+    from eformer._engine.formats.run_steps import path_of_step
     from eformer.cli.facts import checkpoint_facts, chosen, leaf_facts, spellings
 
-    facts, trees = checkpoint_facts(path, prefix)
+    facts, trees = checkpoint_facts(str(path_of_step(path, step)), prefix)
     found = chosen(trees, "*" if name is None else name)
     leaves = [
         ({"prefix": each} if each else {}) | leaf
@@ -140,7 +150,7 @@ def list_leaves(path: str, name: str | None, prefix: str | None, as_json: bool) 
 
 @main.command(short_help="Check every byte against its digest")
 @click.argument("paths", type=click.Path(), nargs=-1, required=True, metavar="PATH...")
-@click.option("--step", type=int, metavar="N", help="Check only this step of a run.")
+@options.step
 @click.option(
     "--signed-by",
     type=click.Path(exists=True, dir_okay=False),
@@ -149,7 +159,7 @@ def list_leaves(path: str, name: str | None, prefix: str | None, as_json: bool) 
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: an object, or a list for several paths.")
 @options.quiet
 def verify(
-    paths: tuple[str, ...], step: int | None, signed_by: str | None, as_json: bool, quiet: bool
+    paths: tuple[str, ...], step: StepChoice, signed_by: str | None, as_json: bool, quiet: bool
 ) -> None:
     """Check every byte of the checkpoints at PATH against their digests. The path of a run checks all of its steps.
 
@@ -285,7 +295,15 @@ _MOST_NOTES = 20
     type=Size(),
     help="Maximum size of one safetensors file, such as 5GB.",
 )
+@options.step
 @click.option("--prefix", help="Convert this tree only, and store it without a prefix.")
+@click.option("--root", metavar="NAME", help="Convert this subtree, such as params, as the whole checkpoint.")
+@click.option(
+    "--keys",
+    multiple=True,
+    metavar="NAME",
+    help="Convert only the leaves that NAME finds: a leaf, a subtree or a pattern. Can be repeated.",
+)
 @click.option(
     "--rename",
     type=click.Path(exists=True, dir_okay=False),
@@ -318,6 +336,7 @@ def convert(
     destination: str,
     *,
     settings: tuple[str, ...],
+    keys: tuple[str, ...],
     no_dequant: bool,
     dry_run: bool,
     as_json: bool,
@@ -333,6 +352,7 @@ def convert(
     eformer convert ./orbax/100 ./checkpoint --to zarr
     eformer convert ./hf ./mine --to safetensors --rename rules.txt --dry-run
     eformer convert ./lora ./adapter --to peft --config lora_alpha=32
+    eformer convert ./run best.safetensors --step best --root params
 
     Each line of the file for --rename is a regular expression for the whole name, an arrow, and the new name. A rule
     without a new name drops the leaf. Steps may follow the name: transpose, stack and unstack.
@@ -348,6 +368,7 @@ def convert(
     done = carry_out(
         source,
         destination,
+        keys=keys or None,
         config=_parse_settings(settings),
         dry_run=dry_run,
         dequant=False if no_dequant else None,
@@ -445,14 +466,20 @@ def prune(
         for name in asked_for if not as_json else ():
             if name not in plan.removed:
                 say(f"leave   {name}: {plan.left[name]}", "cyan")
-        amount = f"{count(len(plan.removed), 'checkpoint')}, {size(plan.nbytes)}"
     if as_json:
-        facts = picked(plan, "directory", "removed", "kept", "left", "other_files", "scores", "nbytes")
+        facts = picked(
+            plan, *("directory", "removed", "kept", "left", "other_files", "scores", "nbytes", "freed")
+        )
         print_json(facts | {"dry_run": dry_run})
     elif not plan.removed:
         click.echo("no checkpoint to remove")
     elif not dry_run:
-        click.echo(f"removed {amount}")
+        freed = size(plan.freed)
+        if plan.freed < plan.nbytes:
+            freed = f"{freed} of {size(plan.nbytes)} freed: checkpoints that stay share the rest"
+        else:
+            freed = f"{freed} freed"
+        click.echo(f"removed {count(len(plan.removed), 'checkpoint')}, {freed}")
 
 
 def _confirm(question: str) -> None:
@@ -471,8 +498,14 @@ def _confirm(question: str) -> None:
 
 
 def _show_plan(plan: Pruned) -> None:
+    from eformer._engine.formats.run_steps import resumed_from
+    from eformer._engine.record.step_names import step_number
+    from eformer._engine.stores.locate import store_at
+
+    resumed = resumed_from(store_at(plan.directory))
     for name in plan.kept:
-        say(f"keep    {name}")
+        is_start = resumed is not None and step_number(name) == resumed
+        say(f"keep    {name}{': the run resumed from it' if is_start else ''}")
     for name, why in plan.left.items():
         say(f"leave   {name}: {with_options(why)}", "cyan")
     for name in plan.removed:
@@ -498,18 +531,39 @@ def steps(run: str, as_json: bool, **keep: Any) -> None:
     eformer steps ./run
     eformer steps ./run --keep 3
     """
+    from eformer._engine.formats.steps import is_checkpoint
     from eformer._engine.pages.timeline import step_facts
+    from eformer._engine.stores.locate import store_at
 
     found = step_facts(run, options.rules_from(**keep))
     if as_json:
         print_json({"run": run, "steps": found})
         return
     if not found:
+        if is_checkpoint(store_at(run)):
+            raise NotFoundError(f"{run} is a checkpoint, not a run with steps; eformer inspect shows it")
         say(f"no steps in {run}")
         return
     from eformer.cli import terminal
 
     terminal.list_steps(found, terminal.console())
+
+
+@main.command(short_help="Ask a running job to save")
+@click.argument("run", type=click.Path())
+@click.option("--timeout", type=float, default=600, show_default=True, help="Seconds to wait for the step.")
+def request(run: str, timeout: float) -> None:
+    """Ask the job that writes RUN to save at its next step. Print the path of the step when it is saved.
+
+    The job notices the request within a second, in a bucket within 10 seconds. Its rules and its loop stay as they are.
+
+    \b
+    eformer request ./run
+    eformer request s3://bucket/run --timeout 1800
+    """
+    from eformer._engine.runs.requests import request_save
+
+    click.echo(request_save(run, timeout=timeout))
 
 
 @main.command(short_help="Try everything in ten seconds")
@@ -590,5 +644,5 @@ def completion(shell: str) -> None:
 main.add_command(report)
 main.add_command(serve)
 
-for _command in (inspect, list_leaves, verify, diff, convert, prune, steps, report, serve):
+for _command in (inspect, list_leaves, verify, diff, convert, prune, steps, request, report, serve):
     options.store(_command)

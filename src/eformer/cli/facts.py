@@ -8,18 +8,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from eformer._engine.formats.find import find, signer_of
-from eformer._engine.formats.others.orbax import step_names_in
-from eformer._engine.formats.steps import last_step_in
+from eformer._engine.formats.steps import is_run, last_step_in, steps_in
 from eformer._engine.record.manifest import encode_leaves
 from eformer._engine.record.names import readable_names, resolve
 from eformer._engine.record.values import value_from_json
-from eformer._engine.stores.local import on_disk
 from eformer._engine.stores.locate import store_at
 from eformer.errors import CorruptionError, EformerError, MismatchError
 
@@ -59,9 +56,8 @@ def checkpoint_facts(
         "signed_by": signer_of(found),
     }
     store = store_at(path)
-    where = on_disk(store)
-    steps = step_names_in(where, list(store.kinds())) if where and where.is_dir() else []
-    if steps and Path(found.path).name == steps[-1]:
+    steps = [name for _, name in steps_in(store)] if is_run(store) else []
+    if steps and found.path == store.path_to(steps[-1]):
         facts["steps"] = steps
     if found.foreign.find_damages:
         facts["checksums"] = True
@@ -138,6 +134,7 @@ def tree_facts(tree: TreeEntry) -> Facts:
 
 def leaf_facts(tree: TreeEntry) -> Iterator[Facts]:
     """Yield the facts of each leaf: arrays first, then plain values."""
+    fingerprints = tree.fingerprints
     for name, entry in tree.leaves.items():
         yield {
             "name": name,
@@ -145,9 +142,10 @@ def leaf_facts(tree: TreeEntry) -> Iterator[Facts]:
             "shape": list(entry.logical_shape),
             "bytes": entry.nbytes,
             "sharding": sharding_text(entry.sharding),
+            "fingerprint": fingerprints[name],
         }
     for name, value in tree.raw_values.items():
-        yield {"name": name, "value": value_from_json(value)}
+        yield {"name": name, "value": value_from_json(value), "fingerprint": fingerprints[name]}
 
 
 def sharding_text(sharding: RecordedSharding | None) -> str:

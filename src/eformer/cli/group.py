@@ -31,7 +31,7 @@ _INTERRUPTED = 130  # the exit code that shells use
 # The commands by the headings of `eformer --help`.
 _SECTIONS = {
     "Look": ("inspect", "ls", "verify", "diff", "report", "serve"),
-    "Runs": ("steps", "prune"),
+    "Runs": ("steps", "prune", "request"),
     "Change": ("convert", "sign"),
     "Other": ("demo", "completion"),
 }

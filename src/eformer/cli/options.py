@@ -19,6 +19,29 @@ F = TypeVar("F", bound="Callable[..., Any]")
 path = click.argument("path", type=click.Path())
 prefix = click.option("--prefix", help="Use this tree, if the checkpoint has several.")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+class _Step(click.ParamType):  # type: ignore[type-arg]  # it is not generic in older versions of click
+    """The number of a step, or best."""
+
+    name = "step"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if isinstance(value, int):
+            return value
+        if value == "best":
+            return "best"
+        if not value.isdecimal():
+            self.fail(f"{value!r} is neither the number of a step nor 'best'", param, ctx)
+        return int(value)
+
+
+step = click.option(
+    "--step",
+    type=_Step(),
+    metavar="N|best",
+    help="Of a run, use this step: its number, or best, by the rule of the run that names a metric.",
+)
 quiet = click.option("--quiet", "-q", is_flag=True, help="Print nothing; set the exit code only.")
 
 

@@ -16,6 +16,7 @@ from eformer.cli.browser import open_page
 from eformer.cli.group import Command, Size, print_json, say, wants_bar
 
 if TYPE_CHECKING:
+    from eformer._engine.formats.run_steps import StepChoice
     from eformer._engine.pages.requests import Site
 
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 @click.option("--against", type=click.Path(), metavar="OTHER", help="Compare with another checkpoint.")
 @click.option("--output", "-o", type=click.Path(), help="The file to write, - for standard output.")
 @click.option("--no-values", is_flag=True, help="Read headers only: no statistics, no check of digests.")
-@click.option("--step", type=int, help="Show this step of the run at PATH.")
+@options.step
 @options.prefix
 @click.option("--memory", type=Size(), help="Maximum memory of the program, such as 2GB.")
 @options.keep
@@ -35,7 +36,7 @@ def report(
     against: str | None,
     output: str | None,
     no_values: bool,
-    step: int | None,
+    step: StepChoice,
     prefix: str | None,
     memory: int | None,
     show: bool,

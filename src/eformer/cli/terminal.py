@@ -54,9 +54,7 @@ def show_checkpoint(facts: Facts, trees: dict[str, TreeEntry], on: Console) -> N
     about = Table.grid(padding=(0, 2))
     about.add_row("format", Text(facts["format"]))
     if "steps" in facts:
-        about.add_row(
-            "steps", Text(printable(f"{', '.join(facts['steps'])}; step {facts['steps'][-1]} is shown"))
-        )
+        about.add_row("steps", Text(printable(f"{few(facts['steps'])}; {facts['steps'][-1]} is shown")))
     if facts["left_out"]:
         text = f"{few(facts['left_out'])}: not read, may hold leaves"
         about.add_row("left out", Text(printable(text), style="red"))
@@ -103,7 +101,7 @@ def _settings(metadata: Facts) -> Iterator[tuple[str, Any]]:
 
 def _digests(facts: Facts) -> str:
     if facts["digests"]:
-        return "of every piece"
+        return "of all bytes"
     if facts["checksums"]:
         return "none, but checksums of whole arrays, which `eformer verify` compares"
     return "none: damage cannot be detected"

@@ -17,11 +17,11 @@ import msgspec
 
 from eformer._engine.formats.find import find, problem_of, reread
 from eformer._engine.formats.found import kinds_if_there
+from eformer._engine.formats.run_steps import RUN_METADATA, Step, steps
 from eformer._engine.formats.steps import CHECKPOINTER_FILE
 from eformer._engine.record.step_names import step_number
 from eformer._engine.record.values import parse_json
 from eformer._engine.runs.retention import remove_step
-from eformer._engine.runs.steps import RUN_METADATA, Step, steps
 from eformer._engine.stores.base import read_whole
 from eformer._engine.stores.checkpoints import identity_of
 from eformer._engine.stores.local import is_there

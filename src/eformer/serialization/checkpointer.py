@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from eformer._engine.formats.run_steps import steps
 from eformer._engine.formats.steps import CHECKPOINTER_FILE
 from eformer._engine.processes.hosts import meeting
 from eformer._engine.record.options import SaveOptions
 from eformer._engine.record.step_names import run_name
 from eformer._engine.runs.clock import Clock
-from eformer._engine.runs.last_save import LastSave
 from eformer._engine.runs.retention import steady_clock
-from eformer._engine.runs.steps import steps
+from eformer._engine.runs.under_way import UnderWay
 from eformer._engine.saving.pending import Pending, wait_for
 from eformer._engine.stores.base import remove_files
 from eformer._engine.stores.local import is_there
@@ -120,7 +120,7 @@ class Checkpointer:
         self._last_save_step = 0
         self._deletes_old = delete_old_temp_checkpoints
         self._own_temporaries: set[int] = set()  # steps that this job has saved
-        self._last = LastSave()
+        self._under_way = UnderWay()
         self._removals: list[Pending] = []
 
     def __repr__(self) -> str:
@@ -230,9 +230,10 @@ class Checkpointer:
                 commit_callback()
 
         facts = {**(extras or {}), "step": int(step), "is_temporary": is_temporary}
-        self._last.pending = self._start(
+        pending = self._start(
             tree, destination, facts, mesh, callback=after, prefix=prefix, float_dtype=dtype
         )
+        self._under_way.add(pending)
         self._note_save(step)
 
     @uninterrupted
@@ -282,7 +283,7 @@ class Checkpointer:
         if self._is_on_policy(step):
             return True
         minutes = None if self.save_interval is None else self.save_interval.total_seconds() / 60
-        return self._clock.is_due(step, minutes, is_asked=False)
+        return self._clock.is_due(step, minutes)
 
     def _is_on_policy(self, step: int) -> bool:
         policy = next((rule for rule in self.step_policies if rule.until is None or step <= rule.until), None)
@@ -362,8 +363,8 @@ class Checkpointer:
         """Raise the error of the last save, if it has failed. Its step can be saved again afterwards."""
         try:
             if waits:
-                self._last.wait()
-            self._last.raise_failure()
+                self._under_way.wait()
+            self._under_way.raise_failure()
         except Exception:
             self._last_save_step = -1
             raise

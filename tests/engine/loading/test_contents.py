@@ -4,9 +4,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from eformer._engine.loading.contents import Contents, below, named_like, refuse_root, renamed
+from eformer._engine.loading.contents import Contents, below, named_like, renamed
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.manifest import Extent, LeafEntry
+from eformer._engine.record.names import refuse_root
 from eformer._engine.record.rename import rules_from
 from eformer._engine.trees.flatten import flatten
 from eformer.checkpoint import load, save
@@ -74,7 +75,7 @@ def test_a_root_that_is_not_there_is_an_error_with_the_nearest_one():
         MismatchError,
         match=r"no leaf is named 'params.encode' or lies below it \(nearest is 'params.encoder'\)",
     ):
-        refuse_root(contents("params.encoder.w", "params.encoder.b"), "params.encode")
+        refuse_root(["params.encoder.w", "params.encoder.b"], "params.encode")
 
 
 @pytest.mark.parametrize("fmt", ["safetensors", "tensorstore"])

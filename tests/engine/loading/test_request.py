@@ -33,3 +33,9 @@ def test_an_unknown_option_of_a_load_is_refused_with_the_nearest(tmp_path):
         load(tmp_path, options="fast")
     with pytest.raises(ValueError, match=r"LoadOptions.timeout must be positive, not 0"):
         load(tmp_path, options={"timeout": 0})
+
+
+@pytest.mark.parametrize("argument", ["like", "rules", "rename"])
+def test_a_function_in_the_place_of_a_tree_or_of_rules_is_refused(tmp_path, argument):
+    with pytest.raises(TypeError, match="is a function; "):
+        load(tmp_path, **{argument: lambda name: name})

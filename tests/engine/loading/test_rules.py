@@ -197,6 +197,11 @@ def test_a_pattern_that_cannot_be_compiled_is_shown():
         specs({"w": MATRIX}, mesh=line(), rules=[("(", P())])
 
 
+def test_a_rule_of_axes_alone_is_no_spec():
+    with pytest.raises(MismatchError, match=r"\('x',\) is not a PartitionSpec or a Sharding"):
+        specs({"w": MATRIX}, mesh=line(), rules=[("w", ("x",))])
+
+
 def test_every_leaf_has_to_be_named_if_that_is_asked_for():
     leaves = {"a": MATRIX, "b": MATRIX}
     assert set(specs(leaves, mesh=line(), every_leaf=True)) == {"a", "b"}

@@ -76,7 +76,8 @@ def test_scores_are_metrics_and_decide_what_stays(tmp_path):
         assert steps(tmp_path)[0].metrics == {"loss": 1.0, "eval.loss": 0.5, "eval.accuracy": 0.9}
         assert checkpoint.verify(tmp_path / "step-1").ok
         for number in (2, 3):
-            run.after(number, tree(number)).result()
+            run.after(number, tree(number))
+        run.wait()
         assert [step.number for step in steps(tmp_path)] == [1, 3]
         score(tmp_path, 3, {"eval.loss": 0.1})
         run.after(4, tree(4)).result()

@@ -118,7 +118,8 @@ def test_the_caller_is_told_of_a_step_even_if_another_cannot_be_removed(tmp_path
     def fail(*_, **__):
         raise PermissionError("not allowed")
 
-    monkeypatch.setattr("eformer._engine.runs.run.remove_others", fail)
+    monkeypatch.setattr("eformer._engine.runs.series.remove_others", fail)
+    monkeypatch.setattr("eformer._engine.runs.upkeep._PAUSES", ())
     seen = []
     with Run(tmp_path, every=1, keep=1, on_saved=lambda step: seen.append(step.number)) as run:
         run.after(1, {"w": np.ones(1)})

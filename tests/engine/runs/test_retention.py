@@ -181,7 +181,8 @@ def test_nothing_is_removed_while_no_step_has_the_metric_which_is_told_once(tmp_
 def test_other_rules_are_applied_while_no_step_has_the_metric_of_one(tmp_path, caplog):
     with Run(tmp_path, keep=[Keep(last=2), Keep(best=1, by="eval.loss")]) as run:
         for number in (1, 2, 3):
-            run.save(number, tree(number)).result()
+            run.save(number, tree(number))
+        run.wait()
         assert names(tmp_path) == ["step-2", "step-3"]
         assert (
             caplog.text.count("the steps have no metrics. That rule keeps nothing until a step has it") == 1

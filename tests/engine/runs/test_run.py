@@ -14,7 +14,7 @@ import safetensors.numpy
 
 from eformer import checkpoint
 from eformer._engine.record.manifest import Manifest
-from eformer._engine.runs import last_save
+from eformer._engine.runs import under_way
 from eformer._engine.saving import recheck
 from eformer.checkpoint import Every, Keep, Near, Run
 from eformer.errors import (
@@ -384,7 +384,9 @@ def test_a_tree_that_does_not_fit_is_an_error_and_never_a_fresh_start(tmp_path):
 def test_an_older_step_needs_rewind_if_there_are_newer_ones(tmp_path):
     loop(tmp_path, 40, every=10)
     with Run(tmp_path) as run:
-        with pytest.raises(ValueError, match=r"has the steps \[30, 40\] after 20; pass rewind=True"):
+        with pytest.raises(
+            ValueError, match=r"step 20 is not the newest, and 2 newer steps .*aside \(step-30; step-40\)"
+        ):
             run.resume(like=fresh(), step=20)
         with pytest.raises(NotFoundError, match="no step 25"):
             run.resume(like=fresh(), step=25)
@@ -534,7 +536,7 @@ def test_without_signals_nothing_is_handled(tmp_path):
 
 
 def test_nothing_is_logged_by_a_run_that_is_well(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(last_save, "_LONG_WAIT", 60)  # a busy machine may take its time
+    monkeypatch.setattr(under_way, "_LONG_WAIT", 60)  # a busy machine may take its time
     with caplog.at_level(logging.WARNING, "eformer"):
         loop(tmp_path, 20, every=10, keep=1)
     assert caplog.messages == []

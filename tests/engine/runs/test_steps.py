@@ -32,6 +32,11 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
+def test_the_number_of_a_step_leads_to_its_name(run):
+    with pytest.raises(NotFoundError, match=r"no checkpoint at .*10 \(nearest is 'step-10'\)"):
+        load(run / "10")
+
+
 def test_steps_are_in_the_order_of_their_numbers(run):
     assert [(step.number, step.path) for step in steps(run)] == [(n, f"{run}/step-{n}") for n in (9, 10, 100)]
     assert latest(run) == f"{run}/step-100"

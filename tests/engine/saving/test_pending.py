@@ -1,10 +1,7 @@
 """Wait for saves in the background: by hand, and by reading what they write."""
 
-import fcntl
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -12,21 +9,10 @@ import pytest
 from eformer import checkpoint
 from eformer.checkpoint import Pending, load, save, save_async, wait
 from eformer.serialization.async_manager import AsyncCheckpointManager
+from support.cancelling import held
 from support.trees import assert_same
 
 TREE, NEXT = {"w": np.arange(5.0)}, {"w": np.arange(7.0)}
-
-
-@contextmanager
-def held(directory):
-    """Keep saves to a directory from committing: another one has its lock."""
-    os.makedirs(directory, exist_ok=True)
-    descriptor = os.open(directory, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        os.close(descriptor)
 
 
 READERS = {

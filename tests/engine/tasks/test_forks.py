@@ -21,7 +21,7 @@ ALLOWED = {
 def shared():
     """Yield what modules of eformer hold, and what is held by their classes, and by objects of these."""
     for found in pkgutil.walk_packages(eformer.__path__, "eformer."):
-        if not found.name.endswith("__main__"):
+        if not found.name.endswith("__main__") and found.name != "eformer.keras":  # which needs keras
             for name, value in list(vars(importlib.import_module(found.name)).items()):
                 yield f"{found.name}.{name}", value
                 kind = value if isinstance(value, type) else type(value)

@@ -1,5 +1,6 @@
 """Convert checkpoints to other formats and names, in bounded memory."""
 
+import collections
 import os
 import signal
 import subprocess
@@ -602,3 +603,37 @@ def test_hundreds_of_shards_need_few_descriptors(tmp_path):
     subprocess.run([sys.executable, "-c", FEW_DESCRIPTORS, *places], check=True, timeout=300)
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) == 200
     assert_same(load(tmp_path / "arrays"), tree)
+
+
+def test_a_subtree_and_some_of_its_leaves_are_converted(tmp_path):
+    tree = {
+        "params": {"enc": {"b": np.zeros(1), "w": np.ones(2)}, "dec": np.ones(3), "n": 3},
+        "opt": np.ones(9),
+    }
+    save(tree, tmp_path / "x")
+    done = convert(tmp_path / "x", tmp_path / "y", to="safetensors", root="params", keys=["enc", "n"])
+    assert_same(load(tmp_path / "y"), {"enc": tree["params"]["enc"], "n": 3})
+    assert "params.n -> n = 3" in str(done)
+    convert(tmp_path / "x", tmp_path / "z", to="zarr", root="params", rename={"enc": "e"}, keys="*.w")
+    assert_same(load(tmp_path / "z"), {"enc": {"w": np.ones(2)}})
+    assert not convert(tmp_path / "x", tmp_path / "v", to="msgpack", keys="opt", dry_run=True).kept
+
+
+def test_a_subtree_keeps_its_structure(tmp_path):
+    inner = [{1: np.ones(1), 2: (np.ones(2), None, 3)}, collections.OrderedDict(x=np.ones(3), y=4)]
+    save({"params": {"layers": inner}, "a": {"b": np.ones(5)}}, tmp_path / "x")
+    convert(tmp_path / "x", tmp_path / "y", to="safetensors", root="params.layers")
+    assert_same(load(tmp_path / "y"), inner)
+    convert(tmp_path / "x", tmp_path / "z", to="zarr", root="params.layers.0.2")
+    assert_same(load(tmp_path / "z"), load(tmp_path / "x", root="params.layers.0.2"))
+    convert(tmp_path / "x", tmp_path / "v.safetensors", root="a.b")
+    assert_same(load(tmp_path / "v.safetensors"), np.ones(5))
+
+
+def test_names_that_find_nothing_are_errors_before_anything_is_written(tmp_path):
+    save({"params": {"w": np.ones(2)}}, tmp_path / "x")
+    with pytest.raises(MismatchError, match=r"root: .*'parms' .*nearest is 'params'"):
+        convert(tmp_path / "x", tmp_path / "y", to="zarr", root="parms")
+    with pytest.raises(MismatchError, match=r"keys: .*'v'"):
+        convert(tmp_path / "x", tmp_path / "y", to="zarr", keys="v", root="params")
+    assert not (tmp_path / "y").exists()

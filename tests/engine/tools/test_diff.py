@@ -51,7 +51,7 @@ def test_leaves_are_added_removed_or_changed(tmp_path):
     assert found.added == {"new": "5"}
     assert found.removed == {"old": "float64[3]"}
     assert [str(change) for change in found.changed] == [
-        "kind: float64[2] -> float32[2]: largest difference 0, mean 0, in 0.000% of the elements",
+        "kind: float64[2] -> float32[2]: largest difference 0, mean 0, in 0% of the elements",
         "shape: float64[2] -> float64[3]",
         "v: 1 -> 1.0",
     ]
@@ -145,10 +145,10 @@ def test_leaves_that_became_nan_or_infinite_come_first_and_are_counted_in_the_he
     assert headline.endswith("different, 2 became NaN or infinite, 1 removed, 3 changed")
     assert lines == [
         "~ b: became NaN in 2 elements and Inf in 1 element: float32[4]: largest difference nan, mean nan, "
-        "in 75.000% of the elements",
+        "in 75% of the elements",
         "~ loss: became NaN in 1 element: 0.5 -> nan",
         "- gone: 1",
-        "~ a: float64[4]: largest difference 1, mean 1, in 100.000% of the elements",
+        "~ a: float64[4]: largest difference 1, mean 1, in 100% of the elements",
     ]
 
 

@@ -6,20 +6,22 @@ import shutil
 import signal
 from contextlib import contextmanager
 from pathlib import Path
+from stat import S_ISREG
 
 import msgspec
 import numpy as np
 import pytest
 import safetensors.numpy
 
+from eformer._engine.formats.run_steps import Step
 from eformer._engine.runs import retention
-from eformer._engine.runs.steps import Step
 from eformer._engine.stores.base import read_whole
 from eformer._engine.stores.locate import store_at
 from eformer._engine.tools.prune import plan_removal, remove_planned
 from eformer.checkpoint import Keep, Run, load, prune, save, score, steps
 from eformer.errors import EformerError, NotFoundError
 from support import programs
+from support.buckets import objects
 
 ORBAX = Path(__file__).parents[2] / "compat" / "orbax"
 ORIGINAL = Path(__file__).parents[2] / "compat" / "data" / "checkpointer"
@@ -565,3 +567,51 @@ def test_a_run_that_removes_all_steps_meanwhile_is_listed_again(tmp_path, monkey
     monkeypatch.setattr(Step, "problem", late)
     plan = prune(tmp_path, keep=1, dry_run=True)
     assert (plan.kept, plan.left) == (("step-2",), {})
+
+
+# ---------------------------------------------------------------------------------------------- bytes
+
+
+@pytest.fixture
+def linked(tmp_path):
+    """Three steps that share a frozen leaf, which is one file on the disk."""
+    frozen, reuse = np.arange(50_000.0), {"reuse": False}
+    for step in (1, 2, 3):
+        save({"frozen": frozen, "w": np.full(1000, step)}, tmp_path / f"step-{step}", options=reuse)
+        reuse = {"reuse": tmp_path / f"step-{step}"}
+    return tmp_path
+
+
+def used(place):
+    return sum({s.st_ino: s.st_size for s in map(os.stat, place.rglob("*")) if S_ISREG(s.st_mode)}.values())
+
+
+def test_files_that_a_step_that_stays_shares_are_not_freed(linked):
+    before, plan = used(linked), prune(linked, keep=1, dry_run=True)
+    done = prune(linked, keep=1)
+    assert done.nbytes > 400_000 > 50_000 > done.freed
+    assert plan.freed == done.freed == before - used(linked)
+
+
+def test_files_that_only_removed_steps_share_are_freed_once(linked):
+    save({"w": 1}, linked / "step-4")
+    before, plan = used(linked), prune(linked, keep=1, dry_run=True)
+    done = prune(linked, keep=1)
+    assert plan.freed == done.freed == done.nbytes == before - used(linked) > 400_000
+
+
+def test_a_step_that_a_file_elsewhere_is_linked_to_is_not_freed(run, tmp_path_factory):
+    kept = tmp_path_factory.mktemp("kept")
+    for name in ("run-90", "run-100"):
+        os.link(next((run / name).glob("*.safetensors")), kept / name)
+    done = prune(run, keep=2)
+    assert 0 < done.freed < done.nbytes - 2 * 8000
+
+
+def test_a_removed_step_of_a_bucket_frees_its_objects():
+    for step in (1, 2):
+        save({"w": np.full(1000, step)}, f"memory://freed/step-{step}")
+    before = sum(map(len, objects("memory://freed/step-1").values()))
+    done = prune("memory://freed", keep=1)
+    after = sum(map(len, objects("memory://freed/step-1").values()))
+    assert done.freed == done.nbytes == before - after

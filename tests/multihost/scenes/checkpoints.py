@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import jax
@@ -15,7 +16,10 @@ from eformer._engine.processes import hosts as _hosts
 from eformer._engine.saving import several
 from eformer._engine.stores import local_files as files
 from eformer.checkpoint import SaveOptions, inspect, load, save, save_async
+from eformer.errors import ProcessError
 from multihost.scenes.state import SHAPES, bits, check, format_of, mesh, put, tree, whole
+from support.cancelling import Cancelling
+from support.faults import hooked
 
 several.VISIBLE_WITHIN = 1.0  # this machine has no network file system
 
@@ -316,3 +320,18 @@ def load_renamed(path, weights):
         for shard in found[name].addressable_shards:
             np.testing.assert_array_equal(shard.data, array[shard.index])
     return nbytes, found["head"] is like["head"]
+
+
+# ------------------------------------------------------------------------------------------- cancel
+
+
+def save_cancelled(path, rank, at):
+    """Save in the background; one rank cancels before its call number `at`. Return the answer of `cancel`, and the name
+    and text of the error of every rank."""
+    cancelling = Cancelling(at if jax.process_index() == rank else 0)
+    try:
+        with hooked(before=cancelling):
+            cancelling.save(tree(1), path, options=SaveOptions(timeout=30), **format_of(path))
+    except (CancelledError, ProcessError) as error:
+        return cancelling.was_stopped, type(error).__name__, str(error)
+    return cancelling.was_stopped, "", ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -10,7 +11,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from eformer._engine.processes import hosts as hosts_module
 from eformer._engine.processes.coordination import Together
+from eformer._engine.runs.copies import Shelf
 from eformer.checkpoint import Near, Run
 from multihost.scenes.runs import Data
 from multihost.scenes.state import bits, check, mesh, put, tree
@@ -76,6 +79,15 @@ def near_resumed(far, near, how="as before"):
     return run.step, list(found.skipped), near_digest(found.tree)
 
 
+def near_continued(far, near, until):
+    """Goes on, without data."""
+    state = near_state()
+    with Run(far, every=10, near=Near(near, every=3), signals=()) as run:
+        state = run.resume(like=state).tree
+        for step in range(run.step, until):
+            run.after(step + 1, _train(state, 1))
+
+
 def near_messages(far, near, steps):
     """How often the processes meet in steps with near saves."""
     met, meet, state = [], Together.meet, near_state()
@@ -108,3 +120,65 @@ def near_all_leaves(far, near):
     firsts = {"numpy": np.arange(5) + 700, "local": np.arange(3.0) + 700}
     check({**loaded, **firsts}, 7)
     return run.step
+
+
+# ------------------------------------------------------------------------------------------- hosts apart
+
+
+@contextmanager
+def on_host(near, hosts):
+    """Let this process be on a host of its own, with a near directory of its own. `hosts` has the host of each."""
+    host, host_id = hosts[jax.process_index()], hosts_module.host_id
+    hosts_module.host_id = lambda: f"host-{host}"
+    try:
+        yield Path(near) / f"host-{host}"
+    finally:
+        hosts_module.host_id = host_id
+
+
+def near_apart(far, near, hosts, until, sleep=0.0, copies=1, every=10, hangs=None):
+    """Trains with near steps, whose parts are copied to other hosts. Returns where it began, the bits, and the data."""
+    state, data, serve = near_state(), Data(), Shelf.serve
+    if hangs == jax.process_index():
+        Shelf.serve = lambda *_: time.sleep(10_000)
+    try:
+        with (
+            on_host(near, hosts) as own,
+            Run(far, every=every, near=Near(own, every=3, copies=copies), signals=()) as run,
+        ):
+            if found := run.resume(like=state, data=data):
+                state = found.tree
+            began = run.step
+            for step in range(run.step, until):
+                state = _train(state, next(data) % 100)
+                run.after(step + 1, state, data=data)
+                time.sleep(sleep)
+            run.wait()
+            if copies and hangs is None and until > began:
+                _wait_for_copies(own, until)
+    finally:
+        Shelf.serve = serve
+    return began, near_digest(state), data.position
+
+
+def _wait_for_copies(own, until):
+    """Wait until this process has copied the newest near step of each process that it copies from."""
+    newest = max(step for step in range(3, until + 1, 3) if step % 10)  # others are due for the run itself
+    folder, deadline = own / f"process-{jax.process_index()}", time.monotonic() + 30
+
+    def are_there():
+        found = list(folder.glob("of-process-*"))
+        return found and all(any(one.glob(f"*/step-{newest}/manifest.json")) for one in found)
+
+    while not are_there():
+        assert time.monotonic() < deadline, f"no copy of step {newest}: {sorted(folder.glob('*/*/*'))}"
+        time.sleep(0.01)
+    with hosts_module.meeting("tests", 60) as met:  # a process that leaves the run gives no copies any more
+        met.meet(b"", lambda _: b"")
+
+
+def near_apart_resumed(far, near, hosts, copies=1, how="as before"):
+    """The step that the processes resume from, the steps that they skip, and the bits."""
+    with on_host(near, hosts) as own, Run(far, near=Near(own, every=3, copies=copies), signals=()) as run:
+        found = run.resume(like=near_state(turned=how == "turned"))
+    return run.step, list(found.skipped), near_digest(found.tree)

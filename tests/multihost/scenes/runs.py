@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from eformer._engine.loading import load as load_module
 from eformer._engine.processes.coordination import Together
-from eformer._engine.runs import resume, retention
+from eformer._engine.runs import requests, resume, retention
 from eformer.checkpoint import Every, Run, SaveOptions
 from eformer.errors import CorruptionError, NotFoundError, ProcessError
 from multihost.scenes.state import mesh, put
@@ -196,6 +196,7 @@ def run_out_of_room(disk, tolerate):
     ballast, raised, state = Path(disk) / "ballast", [], fresh()
     run = Run(Path(disk) / "run", every=1, keep=1, tolerate=tolerate)
     for step in range(1, 7):
+        run._upkeep.wait()  # or the deletion of an old step makes room
         if step % 2 == 0 and jax.process_index() == 0:
             free = os.statvfs(disk)
             ballast.write_bytes(bytes(free.f_bavail * free.f_frsize))
@@ -302,3 +303,23 @@ def make_run(folder, signals):
     finally:
         logging.getLogger("eformer").removeHandler(handler)
     return seen
+
+
+def run_until_stopped(path, stop):
+    """Takes quick steps, each with a sum over all processes, until a file appears; returns the saved steps."""
+    requests._ON_DISK, saved, step = 0.05, [], 1
+    total = jax.jit(lambda state: state["w"].sum())
+    state = fresh()
+    with Run(path, every=[Every(at=[1]), Every(7, until=70)]) as run:
+        run.save(1, state)
+        is_last = False
+        while not is_last:
+            step += 1
+            state = train(state, 1.0)
+            stops = jax.process_index() == 0 and Path(stop).exists()
+            is_last = bool(multihost_utils.broadcast_one_to_all(np.asarray(stops)))
+            float(total(state))
+            time.sleep(0.001 * (step % 3 if jax.process_index() else 1))
+            if run.after(step, state) is not None:
+                saved.append(step)
+    return saved

@@ -35,6 +35,7 @@ from eformer._engine.formats.zarr import read as arrays
 from eformer._engine.record.indexes import INDEX, MANIFEST, ORBAX_TREE
 from eformer._engine.record.names import with_nearest
 from eformer._engine.record.signature import Verifier, signature_name
+from eformer._engine.record.step_names import OF_RUN
 from eformer._engine.record.text import few
 from eformer._engine.stores.local import is_there, on_disk, resolved
 from eformer._engine.stores.locate import locate, store_at
@@ -55,6 +56,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from eformer._engine.stores.base import Store, Version
+
+    _Path = str | os.PathLike[str]
+    _Choose = Callable[[_Path], _Path]
 
 T = TypeVar("T")
 
@@ -139,14 +143,23 @@ def _find_in(store: Store, name: str) -> Found:
     return files.in_other_file(store, name) or safetensors.in_file(store, name)
 
 
-def look_at(path: str | os.PathLike[str], use: Callable[[Found], T], signed_by: Verifier | None = None) -> T:
-    """Call `use` with the checkpoint at `path`, and return its result. Start again if a newer save replaces it."""
+def _same(path: _Path) -> _Path:
+    return path
+
+
+def look_at(
+    path: _Path, use: Callable[[Found], T], signed_by: Verifier | None = None, choose: _Choose = _same
+) -> T:
+    """Call `use` with the checkpoint at `path`, and return its result. Start again if a newer save replaces it.
+
+    `choose` returns the path of the step to take from the path of a run; it is called again at each start.
+    """
 
     def attempt(found: Found) -> T:
         with reading(found):
             return use(found)
 
-    return reread(path, attempt, signed_by)
+    return reread(path, attempt, signed_by, choose)
 
 
 def was_replaced(found: Found) -> bool:
@@ -172,19 +185,22 @@ class ReplacedError(Exception):
 
 
 @uninterrupted
-def reread(path: str | os.PathLike[str], use: Callable[[Found], T], signed_by: Verifier | None = None) -> T:
+def reread(
+    path: _Path, use: Callable[[Found], T], signed_by: Verifier | None = None, choose: _Choose = _same
+) -> T:
     """Call `use` with the checkpoint at `path`, and return its result. Start again if it raises `ReplacedError`.
 
     Wait before for a save of this process to this path that runs in the background. After a few restarts, hold back
     further saves of this process to this path, which would replace the checkpoint faster than it can be read.
     """
-    return reread_all([path], lambda found: use(*found), signed_by)
+    return reread_all([path], lambda found: use(*found), signed_by, choose)
 
 
 def reread_all(
-    paths: Sequence[str | os.PathLike[str]],
+    paths: Sequence[_Path],
     use: Callable[[Sequence[Found]], T],
     signed_by: Verifier | None = None,
+    choose: _Choose = _same,
 ) -> T:
     """Call `use` with the checkpoints at several paths. If one is replaced, find all of them again and start again."""
     if turns.has_background:
@@ -194,7 +210,7 @@ def reread_all(
             if restart == _FEW_RESTARTS:
                 stack.enter_context(turns.held_back(_places(paths)))
             try:
-                return use([find(path, signed_by) for path in paths])
+                return use([find(choose(path), signed_by) for path in paths])
             except ReplacedError:
                 continue
     raise FormatError(
@@ -240,7 +256,8 @@ def _missing(store: Store, name: str) -> NoReturn:
         raise NotFoundError(f"no checkpoint at {store.path_to(name)}: {store.url} does not exist")
     if other := files.name_tensorflow(name, there):
         raise FormatError(f"{store.url}: {other}")
-    _, hint = next(with_nearest([name], there))
+    step = f"{OF_RUN}{name}"  # the caller gave the number alone
+    _, hint = next(with_nearest([step if step in there else name], there))
     raise NotFoundError(f"no checkpoint at {store.path_to(name)}{hint}")
 
 

@@ -85,7 +85,7 @@ class ListedTree(BoxedTree, frozen=True, kw_only=True, dict=True):
 
 def _listed(store: Store, tree: TreeEntry) -> ListedTree:
     leaves: dict[str, LeafEntry] = {
-        name: ListedLeaf(e.dtype, e.shape, (), e.home, e.key, e.sharding, None, name)
+        name: ListedLeaf(e.dtype, e.shape, (), e.home, e.key, e.sharding, stored_name=name)
         for name, e in tree.listed_leaves().items()
     }
     fields = {name: getattr(tree, name) for name in tree.__struct_fields__}

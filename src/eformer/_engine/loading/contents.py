@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from eformer._engine.formats.nested_names import nested_spelled
 from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.manifest import UNREADABLE, LeafEntry, parse_structure
-from eformer._engine.record.names import BARE_LEAF, readable, resolve, split_name, with_nearest
+from eformer._engine.record.names import names_below, readable, resolve
 from eformer._engine.record.rename import apply, refuse_transformed_keys
+from eformer._engine.record.structure import part_below
 from eformer._engine.record.text import few
 from eformer._engine.record.values import LeftToCode
-from eformer._engine.trees.unflatten import leaves_of, part_of, unflatten
+from eformer._engine.trees.unflatten import unflatten
 from eformer.errors import MismatchError, StructureError
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class Contents:
         """Tell whether the structure has nodes of one of these kinds."""
         return any(b'"%s":' % kind.encode() in self.raw_structure for kind in kinds)
 
-    def require_rebuildable(self, values: Mapping[str, Any]) -> None:
+    def require_rebuildable(self, values: Mapping[str, Any], *, plain: bool = False) -> None:
         """Refuse a tree that cannot be rebuilt, for lack of a structure, a class or a function, before data is read."""
         if self.has_structure(UNREADABLE) and UNREADABLE in (structure := self.structure):
             raise StructureError(structure[UNREADABLE])
@@ -92,7 +93,7 @@ class Contents:
                 "tree that has them, or keys= for the other leaves"
             )
         if self.has_structure("namedtuple", "dataclass", "node"):
-            unflatten(self.structure, dict.fromkeys(self.stored_names.values() or self.names))
+            unflatten(self.structure, dict.fromkeys(self.stored_names.values() or self.names), plain=plain)
 
 
 NOTHING = Contents({}, {}, b"null")
@@ -122,50 +123,14 @@ def merge_contents(some: Sequence[Contents]) -> Contents:
 
 def below(contents: Contents, root: str) -> Contents | None:
     """Return the leaves below `root`, under the rest of their names; None if no leaf lies below it."""
-    found = _below(contents.names, root)
+    found = names_below(contents.names, root)
     if not found:
         return None
-    part = _part(contents.structure, root, found)
+    part = part_below(contents.structure, root, found)
     if part is None:  # a flat dict, in which only the names read as if they lay below a node
         return _in_dicts(contents, found)
     stored = {new: old for old, new in found.items()}
-    return replace(_under(contents, found), raw_structure=msgspec.json.encode(part), stored_names=stored)
-
-
-def refuse_root(contents: Contents, root: str) -> NoReturn:
-    """Raise a MismatchError for a root without leaves below it."""
-    known = dict.fromkeys(name.rpartition(".")[0] for name in map(readable, contents.names))
-    hint = next(with_nearest([root], filter(None, known)))[1]
-    raise MismatchError([f"no leaf is named {root!r} or lies below it{hint}"], context="root")
-
-
-def _part(structure: Any, root: str, names: Mapping[str, str]) -> Any:
-    """Return the subtree of the structure at the root; None if the structure has no such node."""
-    one = next(iter(names))
-    parts = split_name(one)
-    starts = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
-    depth = next((n for n, name in enumerate(starts, 1) if root in (name, readable(name))), 0)
-    if not depth or UNREADABLE in structure:
-        return None
-    part = part_of(structure, one, depth)
-    return part if set(leaves_of(part)) == names.keys() else None
-
-
-def _below(names: Iterable[str], root: str) -> dict[str, str]:
-    """Return the names below the root of the leaves at or below it, by their whole names.
-
-    An exact name of a subtree wins over subtrees whose names only read the same.
-    """
-    spelled = {name: name for name in names}
-    for spellings in (spelled, {name: readable(name) for name in spelled}):
-        found = {
-            name: text[len(root) + 1 :] or BARE_LEAF
-            for name, text in spellings.items()
-            if text == root or text.startswith(f"{root}.")
-        }
-        if found:
-            return found
-    return {}
+    return replace(_under(contents, found), raw_structure=msgspec.json.encode(part[0]), stored_names=stored)
 
 
 def _under(contents: Contents, names: Mapping[str, str]) -> Contents:

@@ -9,10 +9,13 @@ import time
 from collections.abc import Iterable
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from eformer._engine.formats.find import ReplacedError, reading, reread_all
 from eformer._engine.formats.process_records import ListedTree
+from eformer._engine.formats.run_steps import path_of_step
 from eformer._engine.loading.assemble import assemble, change_shapes
 from eformer._engine.loading.contents import Contents, merge_contents
 from eformer._engine.loading.pinned_stream import stream, streamable
@@ -59,6 +62,7 @@ if TYPE_CHECKING:
     import jax
 
     from eformer._engine.formats.found import Found
+    from eformer._engine.formats.run_steps import StepChoice
     from eformer._engine.loading.request import Resize, Rules
     from eformer._engine.loading.select import LeafTarget, Selection
     from eformer._engine.processes.hosts import Hosts
@@ -81,6 +85,7 @@ class LoadArguments(TypedDict, total=False):
     """The arguments that `load` and `Run.resume` share, without the arguments that change the type of the result."""
 
     partial: bool
+    plain: bool
     root: str | None
     rename: RenameRules | None
     resize: Resize | None
@@ -101,6 +106,7 @@ class LoadArguments(TypedDict, total=False):
 class _Arguments(LoadArguments, total=False):
     """The arguments of `load`, without the arguments that change the type of the result."""
 
+    step: StepChoice
     dequant: Literal[False] | None
     duplicates: Literal["last"] | None
 
@@ -124,12 +130,14 @@ def load(
 def load(
     path: Path | Sequence[Path],
     *,
+    step: StepChoice = None,
     like: Any = None,
     into: Any = None,
     partial: bool = False,
     root: str | None = None,
     rename: RenameRules | None = None,
     resize: Resize | None = None,
+    plain: bool = False,
     return_report: bool = False,
     prefix: str | None = None,
     keys: str | Iterable[str] | None = None,
@@ -156,6 +164,8 @@ def load(
 
     path            a directory, a file or a URL, of eformer or of another program; of a run, the newest
                     step is loaded. A list of paths is loaded as one checkpoint, such as [base, adapter]
+    step            of a run: the number of another step, or "best" for the best step by the rule of
+                    `Run(keep=)` that names a metric, see `best`
     prefix          the tree, if the checkpoint has several
     duplicates      "last" takes a leaf that several checkpoints of a list have from the last of them;
                     None refuses it
@@ -185,6 +195,8 @@ def load(
     resize          change arrays that have another shape than in `like`: a dict from patterns of names to
                     functions of the stored array and the leaf of `like`, or one such function that
                     takes the name, too
+    plain           without `like`: nested dicts in the place of classes that this program cannot build, with
+                    the children of an object by their names, and without its other fields
     return_report   return a pair of the tree and a `LoadReport`, and log nothing
 
     Where to:
@@ -216,6 +228,7 @@ def load(
         >>> model = checkpoint.load("hf/llama", into=model, rename="llama.rules")
         >>> state = checkpoint.load("pretrained", like=state, partial=True)
         >>> model = checkpoint.load(["pretrained", "lora"], like=abstract_model)
+        >>> state = checkpoint.load("run", step=100, like=state)
     """
     arguments = dict(locals())  # by name; all but these two belong to a request
     del arguments["path"], arguments["return_report"]
@@ -263,6 +276,8 @@ def request_from(
     """Return the arguments of `load` as a request. Raise ValueError for arguments that exclude each other."""
     if like is not None and into is not None:
         raise ValueError("pass like= or into=, not both")
+    if isinstance(like, (FunctionType, MethodType)):
+        raise TypeError("`like` is a function; call it, or pass jax.eval_shape of it")
     if signed_by is not None and mmap:
         raise ValueError("mmap=True excludes signed_by=: mapped files may change after they were checked")
     options = options_from(options, LoadOptions)
@@ -312,12 +327,13 @@ def load_tree(paths: Sequence[Path], request: Request) -> LoadedTree:
     timeout = request.options.timeout
     hosts = _hosts.current("loads", members, timeout) if members else None
     limit = f"{request.timeout_of}(timeout={timeout})"
+    choose = partial(path_of_step, step=request.step)
     try:
         with (
             within(timeout, limit) if timeout is not None else nullcontext(),
             caching(request.options.cache),
         ):
-            return reread_all(paths, Load(request, like, hosts).load, request.signed_by)
+            return reread_all(paths, Load(request, like, hosts).load, request.signed_by, choose)
     except BaseException as error:
         if hosts:
             hosts.fail(error)  # so that the other processes raise, too, instead of waiting
@@ -403,7 +419,7 @@ class Load:
                 refuse_quantized(source, own, names, request, like)
         selection = compare(contents, names, request, like)
         if like is None and request.keys is None:
-            contents.require_rebuildable(selection.values)
+            contents.require_rebuildable(selection.values, plain=request.plain)
         for source, own in zip(sources, given, strict=True):
             source.targets = [target for target in selection.targets if target.name in own]
         return contents, selection
@@ -496,7 +512,7 @@ class Load:
             return {name: leaves[name] for name in contents.names if name in leaves}
         stored = contents.stored_names
         leaves = {stored[name]: leaf for name, leaf in leaves.items()} if stored else leaves
-        return unflatten(parse_structure(contents.raw_structure), leaves)
+        return unflatten(parse_structure(contents.raw_structure), leaves, plain=request.plain)
 
 
 def _agree(hosts: Hosts, step: str, *, is_last: bool) -> None:

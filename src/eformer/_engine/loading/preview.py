@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from eformer._engine.formats.find import look_at
+from eformer._engine.formats.run_steps import path_of_step
 from eformer._engine.loading.placement import current_mesh, jax_holds, refuse_on_devices
 from eformer._engine.loading.request import PlacementRequest, Rules
 from eformer._engine.loading.rules import PlaceableLeaf, place, warn_of_idle_rules
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh, Sharding
 
+    from eformer._engine.formats.run_steps import StepChoice
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
 
 _MOST_SHOWN = 20
@@ -193,24 +196,33 @@ def _numbers(key: Any) -> Any:
 
 
 @uninterrupted
-def abstract(path: str | os.PathLike[str], *, prefix: str | None = None) -> Any:
+def abstract(
+    path: str | os.PathLike[str], *, step: StepChoice = None, prefix: str | None = None, plain: bool = False
+) -> Any:
     """Return the tree saved at `path` with a `ShapeDtypeStruct` in the place of every array. Read no data.
 
     The structure is that of `load` without `like`, and plain values are themselves. Shardings are left out, because
-    they belong to the mesh of the save. `prefix` names the tree, if the checkpoint has several.
+    they belong to the mesh of the save.
+
+    step     of a run: the number of another step than the newest, or "best", see `load`
+    prefix   the tree, if the checkpoint has several
+    plain    nested dicts in the place of classes that this program cannot build, see `load`
 
     Example:
+
         >>> checkpoint.abstract("run/step-100")["params"]["w"]
         ShapeDtypeStruct(shape=(8, 4), dtype=float32)
     """
-    return look_at(path, lambda found: _described(found.listed(prefix)))
+    choose = partial(path_of_step, step=step)
+    return look_at(path, lambda found: _described(found.listed(prefix), plain), choose=choose)
 
 
-def _described(tree: TreeEntry) -> Any:
+def _described(tree: TreeEntry, plain: bool) -> Any:
     structure = parse_structure(tree.structure)
     if isinstance(structure, dict) and UNREADABLE in structure:
         raise StructureError(structure[UNREADABLE])
-    return unflatten(structure, {name: _struct(leaf) for name, leaf in tree.leaves.items()} | tree.values)
+    leaves = {name: _struct(leaf) for name, leaf in tree.leaves.items()} | tree.values
+    return unflatten(structure, leaves, plain=plain)
 
 
 _ShapeDtypeStruct: Any = jax.ShapeDtypeStruct  # without types

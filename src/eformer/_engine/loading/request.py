@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
 
     from eformer._engine.formats.found import Found
+    from eformer._engine.formats.run_steps import StepChoice
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.rename import Rule
     from eformer._engine.stores.keys import PublicKey
@@ -49,6 +50,11 @@ class PlacementRequest:
     is_current_mesh: bool = False
 
     def __post_init__(self) -> None:
+        if callable(self.rules):
+            raise TypeError(
+                f"{self.rules_name}= is a function; expected pairs of a pattern and a PartitionSpec. "
+                "shardings= takes a function of each leaf"
+            )
         if not isinstance(
             self.rules, (Mapping, type(None))
         ):  # a load may start again, and the first attempt would use up an iterator
@@ -71,6 +77,8 @@ class Request:
     threads        number of threads that read; None for one per core, 2 to 16
     sha256         function that returns the recorded SHA-256 of leaves, which are checked before the load
     transient      names of subtrees of `like` that the program rebuilds: their leaves may be missing or left out
+    step           the step of a run to load; None for the newest
+    plain          put nested dicts in the place of classes that cannot be built
     is_list        several checkpoints are loaded as one
     whole_of       for a near step, which has only the boxes of this process: function that describes it as the whole
                    tree. Leaves are read with the sharding of the save, then moved between the devices
@@ -100,6 +108,8 @@ class Request:
     threads: int | None = None
     sha256: Callable[[TreeEntry], Mapping[str, str]] | None = None
     transient: tuple[str, ...] = ()
+    step: StepChoice = None
+    plain: bool = False
     is_list: bool = False
     whole_of: Callable[[Found], Found] | None = None
 
@@ -108,6 +118,10 @@ class Request:
             check_dequant(self.dequant)
         if self.duplicates not in (None, "last"):
             raise ValueError(f"duplicates={self.duplicates!r}: expected 'last', or None, which refuses them")
+        if self.is_list and self.step is not None:
+            raise ValueError(f"step={self.step!r} is for the path of one run, not for a list of paths")
+        if self.plain and self.like is not None:
+            raise ValueError(f"plain=True excludes {self.like_name}=, which gives the classes of the tree")
         if self.like is None and (self.partial or self.resize is not None or self.dtype is not None):
             self._refuse_without_like()
 

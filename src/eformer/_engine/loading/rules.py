@@ -290,8 +290,7 @@ def _sharding_or_problem(spec: Any, mesh: Mesh | None) -> Sharding | str:
         if mesh is None:
             return f"{spec.spec} is on an AbstractMesh, which has no devices; pass mesh=, or use jax.set_mesh"
         return _named(mesh, spec.spec, spec.memory_kind)
-    sharding: Sharding = spec
-    return sharding
+    return spec if isinstance(spec, Sharding) else f"{spec!r} is not a PartitionSpec or a Sharding"
 
 
 def _named(mesh: Mesh, spec: Any, memory_kind: str | None = None) -> Sharding | str:

@@ -22,7 +22,7 @@ from jax.sharding import Sharding
 from eformer._engine.formats.find import reading
 from eformer._engine.formats.process_records import ListedLeaf
 from eformer._engine.formats.quantized import dense_name
-from eformer._engine.loading.contents import NOTHING, below, named_like, refuse_root, renamed
+from eformer._engine.loading.contents import NOTHING, below, named_like, renamed
 from eformer._engine.loading.fetch import aligned, fetch
 from eformer._engine.loading.read import nbytes_read, require_unchanged
 from eformer._engine.loading.read_plan import Want, plan_reads
@@ -32,7 +32,7 @@ from eformer._engine.record.boxes import Box
 from eformer._engine.record.digests import sha256_of
 from eformer._engine.record.dtypes import dtype_from_name, is_floating, raw_pieces
 from eformer._engine.record.lazy_arrays import Stacked, stored_leaves
-from eformer._engine.record.names import BARE_LEAF, readable, resolve
+from eformer._engine.record.names import BARE_LEAF, readable, refuse_root, resolve
 from eformer._engine.record.pieces import bounding, pieces
 from eformer._engine.record.text import few
 from eformer._engine.tasks.forks import Lock
@@ -124,7 +124,7 @@ def take_below(sources: Sequence[LoadSource], root: str) -> None:
     """Take the leaves below `root` of each checkpoint. Of several checkpoints, some may have no leaf there."""
     found = [below(source.contents, root) for source in sources]
     if not any(found):
-        refuse_root(sources[0].contents, root)
+        refuse_root(sources[0].contents.names, root)
     for source, contents in zip(sources, found, strict=True):
         source.contents = contents or NOTHING
 

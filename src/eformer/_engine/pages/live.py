@@ -16,11 +16,11 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from eformer._engine.formats.run_steps import resumed_from, steps
 from eformer._engine.formats.steps import name_of_step
 from eformer._engine.pages.timeline import News, SeenStep, read_step, reasons, recorded
 from eformer._engine.record.text import printable
 from eformer._engine.runs.retention import by_series, removable
-from eformer._engine.runs.steps import resumed_from, steps
 from eformer._engine.stores import checkpoints
 from eformer._engine.stores.local import on_disk, usage
 from eformer._engine.stores.locate import store_at
@@ -29,8 +29,8 @@ from eformer.errors import EformerError, NotFoundError
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping, Sequence
 
+    from eformer._engine.formats.run_steps import Step
     from eformer._engine.record.policies import Keep
-    from eformer._engine.runs.steps import Step
     from eformer._engine.stores.base import Store
 
 logger = logging.getLogger("eformer.serve")

@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from eformer._engine.formats.run_steps import path_of_step
 from eformer._engine.formats.steps import is_run
 from eformer._engine.pages.changes import LeafChange, overview, recorded_change
 from eformer._engine.pages.contents import page_contents
@@ -17,7 +18,6 @@ from eformer._engine.pages.reading import Measured, measure
 from eformer._engine.pages.timeline import alarms, run_facts
 from eformer._engine.record.policies import keep_from
 from eformer._engine.record.text import count, few
-from eformer._engine.runs.steps import path_of_step
 from eformer._engine.stores.durable import replacing
 from eformer._engine.stores.locate import store_at
 from eformer._engine.stores.urls import local_path
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from eformer._engine.formats.run_steps import StepChoice
     from eformer._engine.pages.contents import PageContents
     from eformer._engine.record.policies import Keep
     from eformer._engine.tasks.progress import Progress
@@ -98,7 +99,7 @@ def report(
     *,
     values: bool = True,
     prefix: str | None = None,
-    step: int | None = None,
+    step: StepChoice = None,
     keep: int | Keep | Sequence[Keep] | None = None,
     memory: int | None = None,
     progress: Progress = None,
@@ -111,7 +112,7 @@ def report(
     against    another checkpoint, such as an earlier step: leaves added, removed and changed, and by how much
     values     False reads headers only: no statistics, and nothing is checked
     prefix     report on this tree alone, of several
-    step       report on this step of the run at `path`
+    step       report on this step of the run at `path`: its number, or "best"
     keep       rules as for `Run`: a report on a run shows which steps they keep
     memory     the most bytes that the program takes; None for 1 GB more than it takes now
     progress   True for a progress bar, or a function of the bytes read and the total

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from eformer._engine.formats.run_steps import is_foreign, resumed_from, rules_of, steps
 from eformer._engine.pages.changes import SAME, is_of_optimizer, recorded_change, rounded
 from eformer._engine.pages.contents import page_contents
 from eformer._engine.pages.reading import Room, TooLargeError, compared
@@ -17,7 +18,6 @@ from eformer._engine.record.policies import StepFacts, counted_steps, kept_by
 from eformer._engine.record.text import count, printable, size
 from eformer._engine.runs.removed import removed_metrics
 from eformer._engine.runs.retention import by_series
-from eformer._engine.runs.steps import is_foreign, resumed_from, rules_of, steps
 from eformer._engine.stores.local import usage
 from eformer._engine.stores.locate import store_at
 from eformer._engine.tasks.progress import metered
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
+    from eformer._engine.formats.run_steps import Rules, Step
     from eformer._engine.pages.contents import Leaf, PageContents
     from eformer._engine.record.policies import Every, Keep
     from eformer._engine.runs.removed import Metrics
-    from eformer._engine.runs.steps import Rules, Step
     from eformer._engine.stores.base import Store
     from eformer._engine.tasks.progress import Progress
     from eformer._engine.tools.compare import Comparison
@@ -254,7 +254,10 @@ def every_text(rule: Every) -> str:
         parts.append("every minute" if rule.minutes == 1 else f"every {rule.minutes:g} minutes")
     if rule.at:
         parts.append(f"at {_numbers(rule.at)}")
-    return ", ".join(parts) + (f", until step {rule.until}" if rule.until is not None else "")
+    if rule.continuous:
+        parts.append("one after another")
+    only = "" if rule.only is None else f"{rule.only} "
+    return only + ", ".join(parts) + (f", until step {rule.until}" if rule.until is not None else "")
 
 
 def _numbers(at: Sequence[int]) -> str:

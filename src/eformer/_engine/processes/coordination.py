@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from eformer._engine.record.digests import xxh3_128
 from eformer._engine.tasks import interrupts
+from eformer._engine.tasks.deadline import clearing_up
 from eformer._engine.tasks.forks import Lock
 from eformer.errors import ProcessError, ProcessTimeoutError
 
@@ -127,6 +128,63 @@ class _Groups:
 _groups = _Groups()
 
 
+# ------------------------------------------------------------------------------------------------- board
+
+
+class Board:
+    """Keys that any process may set and read at any time, without a meeting: for threads that wait for events.
+
+    This class is a single process, which reads its own keys.
+    """
+
+    number = 0
+    count = 1
+
+    def __init__(self) -> None:
+        self._keys: dict[str, bytes] = {}
+
+    def post(self, key: str, value: bytes) -> None:
+        """Set a key that has no value yet."""
+        self._keys[key] = value
+
+    def look(self, key: str) -> bytes | None:
+        """Return the value of a key, or None if no process has set it."""
+        return self._keys.get(key)
+
+    def all_below(self, start: str) -> list[bytes]:
+        """Return the values of all keys that begin with this text, which ends in a slash."""
+        return [value for key, value in self._keys.items() if key.startswith(start)]
+
+
+class BoardOfSeveral(Board):
+    """The same in the service of JAX, below eformer/<place>."""
+
+    def __init__(self, client: Any, place: str, number: int, count: int) -> None:
+        self._client, self._place = client, f"eformer/{place}"
+        self.number, self.count = number, count
+
+    def post(self, key: str, value: bytes) -> None:
+        self._call(self._client.key_value_set_bytes, f"{self._place}/{key}", value)
+
+    def look(self, key: str) -> bytes | None:
+        try:
+            return bytes(self._client.key_value_try_get_bytes(f"{self._place}/{key}"))
+        except RuntimeError as error:
+            if "NOT_FOUND" in str(error):
+                return None
+            raise _lost(error) from error
+
+    def all_below(self, start: str) -> list[bytes]:
+        found = self._call(self._client.key_value_dir_get_bytes, f"{self._place}/{start}")
+        return [bytes(value) for _, value in found]
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+
 # ---------------------------------------------------------------------------------------------- meetings
 
 
@@ -160,6 +218,8 @@ class Together(Hosts):
             answered = answer([message, *self._collect(place, deadline)])
         except BaseException as error:  # the other processes must not wait for an answer that will not come
             self._is_over = True
+            if isinstance(error, interrupts.StoppedError):
+                self._wait_for_all(place)
             self._answer(place, _FAILURE + self._reason(error))
             raise
         self._answer(place, _CONTENT + answered)
@@ -175,13 +235,17 @@ class Together(Hosts):
                 self._send(place, f"sent/{self.number}", failure)
                 return self._why_first_failed(place)
             if after_all and isinstance(error, Exception):  # not after Ctrl-C, which must not wait
-                with suppress(ProcessError):
-                    self._collect(place, time.monotonic() + self._timeout)
+                self._wait_for_all(place)
             self._answer(place, failure)
         return ""
 
     def end(self) -> None:
         self._is_over = True
+
+    def _wait_for_all(self, place: str) -> None:
+        """Wait until all processes have come to a meeting: none of them then writes to the upload."""
+        with suppress(ProcessError), clearing_up():
+            self._collect(place, time.monotonic() + self._timeout)
 
     def _ask_first(self, place: str, message: bytes, deadline: float) -> bytes:
         """Send a message to the first process and wait for its answer."""

@@ -1,17 +1,21 @@
-"""The processes that save or load one tree together: choose them, and announce errors to them.
+"""The processes that save or load one tree together: choose them, announce errors to them, and tell their hosts.
 
-Tests: tests/multihost/test_processes.py, tests/engine/saving/test_commit.py.
+Tests: tests/multihost/test_processes.py, tests/engine/saving/test_commit.py, tests/engine/processes/test_lines.py.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import socket
+import uuid
 from contextlib import contextmanager
 from operator import index as as_number
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eformer._engine.processes.coordination import Board, BoardOfSeveral, Together
 from eformer._engine.processes.coordination import Hosts as Hosts
 from eformer._engine.processes.coordination import LostError as LostError
-from eformer._engine.processes.coordination import Together
 from eformer.errors import ProcessError
 
 if TYPE_CHECKING:
@@ -86,6 +90,13 @@ def meeting(doing: str, timeout: float | None) -> Iterator[Hosts]:
     hosts.end()
 
 
+def board(place: str) -> Board:
+    """Return the keys below a place that all processes of the program may set and read."""
+    process, count = _this_process()
+    client = service_client() if count > 1 else None
+    return Board() if client is None else BoardOfSeveral(client, place, process, count)
+
+
 def is_alone() -> bool:
     """Tell whether the running program has one process."""
     return _this_process()[1] == 1
@@ -101,3 +112,50 @@ def _select(chosen: tuple[int, ...], process: int, doing: str, timeout: float) -
             "jax.distributed.initialize() at the beginning of the program"
         )
     return Together(client, chosen, chosen.index(process), doing, timeout)
+
+
+# -------------------------------------------------------------------------------------- hosts and addresses
+
+
+def host_id() -> str:
+    """Return an id of this host that its processes share, and that changes if the host is replaced or restarted."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    except OSError:  # not Linux
+        return f"{socket.gethostname()}-{uuid.getnode():x}"
+
+
+def own_address() -> str:
+    """Return the address of this machine by which it reaches the coordinator of the job.
+
+    The machine of the coordinator may know its own name as a loopback address, by which no other machine reaches it: it
+    takes the address of its default route then.
+    """
+    host, port = _coordinator()
+    address = _outgoing(host, port)
+    is_name = host != "localhost" and not _is_loopback(host)
+    return _outgoing(_SOMEWHERE, port) if is_name and _is_loopback(address) else address
+
+
+_SOMEWHERE = "192.0.2.1"  # of TEST-NET: a datagram socket that is connected to it sends nothing
+
+
+def _coordinator() -> tuple[str, int]:
+    from jax._src import distributed  # noqa: TID251  JAX has no public name for the service that it documents
+
+    host, _, port = (distributed.global_state.coordinator_address or "127.0.0.1:1").rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _outgoing(host: str, port: int) -> str:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False

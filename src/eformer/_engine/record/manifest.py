@@ -19,6 +19,7 @@ from eformer._engine.record.boxes import Box
 from eformer._engine.record.check import check_leaf, check_tree, is_plain
 from eformer._engine.record.digests import NO_DIGEST, check_own_digest, stamp_digest, xxh3_64_number
 from eformer._engine.record.display import Shown, TreeSummary
+from eformer._engine.record.fingerprints import fingerprint_of_value, recorded_fingerprint
 from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.names import Spellings, ambiguous, with_nearest
 from eformer._engine.record.outline import LeafLine
@@ -95,6 +96,8 @@ class LeafEntry(Struct, frozen=True, array_like=True, gc=False, omit_defaults=Tr
     key        the generator of a typed PRNG key, which is stored as its key data
     sharding   how a jax.Array was sharded
     sha256     the SHA-256 of all elements, if the save recorded it
+    own_fingerprint
+               the fingerprint, if the save recorded it because the digests of the extents do not give it
     """
 
     dtype: str
@@ -104,6 +107,7 @@ class LeafEntry(Struct, frozen=True, array_like=True, gc=False, omit_defaults=Tr
     key: str | None = None
     sharding: RecordedSharding | None = None
     sha256: str | None = None
+    own_fingerprint: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -193,6 +197,12 @@ class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):
                 check_leaf(name, entry, self)
         return entries
 
+    @lazy_property
+    def fingerprints(self) -> dict[str, str | None]:
+        """Return the fingerprint of each leaf by name, as `fingerprint` computes it; None where the record lacks it."""
+        found = {name: recorded_fingerprint(entry, self.block) for name, entry in self.leaves.items()}
+        return found | {name: fingerprint_of_value(value) for name, value in self.raw_values.items()}
+
     def listed_leaves(self) -> dict[str, LeafEntry]:
         """Return the listed leaves, unchecked. In a tree by several processes they have no extents."""
         entries = parse_json(self.raw_leaves, dict[str, LeafEntry], _INVALID_LEAVES)
@@ -211,7 +221,7 @@ class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):
     def lines(self) -> list[LeafLine]:
         """Return one line for each leaf, for display."""
         arrays = [LeafLine(name, printable(e.described), e.nbytes) for name, e in self.leaves.items()]
-        return arrays + [LeafLine(name, _value_text(value)) for name, value in self.raw_values.items()]
+        return arrays + [LeafLine(name, value_text(value)) for name, value in self.raw_values.items()]
 
     def summary(self, prefix: str = "") -> TreeSummary:
         """Summarize the tree for display. A damaged entry is in the summary; it does not raise."""
@@ -279,7 +289,8 @@ def foreign_tree(
     )
 
 
-def _value_text(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """Return a plain value, given as JSON, for display."""
     try:
         return printable(f"= {shortened(repr(value_from_json(value)), _MOST_SHOWN)}")
     except (ValueError, RecursionError) as error:  # not recorded, or a number with too many digits to print

@@ -8,10 +8,10 @@ import itertools
 import re
 from collections import Counter
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from eformer._engine.record.lazy import lazy_property
-from eformer.errors import FormatError
+from eformer.errors import FormatError, MismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -284,6 +284,30 @@ def resolve(spellings: Iterable[str], names: Iterable[str]) -> tuple[dict[str, N
         for spelling, hint in with_nearest(unknown, known.known())
     ]
     return {name: None for name in names if name in chosen}, problems
+
+
+def names_below(names: Iterable[str], root: str) -> dict[str, str]:
+    """Return the names below the root of the leaves at or below it, by their whole names.
+
+    An exact name of a subtree wins over subtrees whose names only read the same.
+    """
+    spelled = {name: name for name in names}
+    for spellings in (spelled, {name: readable(name) for name in spelled}):
+        found = {
+            name: text[len(root) + 1 :] or BARE_LEAF
+            for name, text in spellings.items()
+            if text == root or text.startswith(f"{root}.")
+        }
+        if found:
+            return found
+    return {}
+
+
+def refuse_root(names: Iterable[str], root: str) -> NoReturn:
+    """Raise a MismatchError for a root without leaves below it."""
+    known = dict.fromkeys(name.rpartition(".")[0] for name in map(readable, names))
+    hint = next(with_nearest([root], filter(None, known)))[1]
+    raise MismatchError([f"no leaf is named {root!r} or lies below it{hint}"], context="root")
 
 
 def ambiguous(spelling: str, found: Sequence[str]) -> str:

@@ -26,7 +26,8 @@ class SaveOptions:
     staging_bytes     maximum host memory for bytes on their way from an accelerator to the disk
     threads           number of threads that write; None for one per core, at least 2 and at most 8
     checksums         record the SHA-256 of every array, in addition to the digests, which are always recorded; if
-                      several processes save, only for arrays that one process holds whole
+                      several processes save, only for arrays that one process holds whole. In zarr arrays of one
+                      process, also record every fingerprint
     processes         numbers of the processes that save the tree together; None for all. A single process saves its own
                       data without waiting for other processes
     timeout           seconds that each of the two meetings of the processes may take; None for 600. On a disk it also

@@ -61,6 +61,7 @@ class Source(Struct, frozen=True, gc=False):
     shard          the shape of the box on one device
     held_only_by   the process that alone holds the leaf; -1 if several processes hold it
     writes_start   whether this process writes the beginning of the leaf
+    fingerprint    the fingerprint to record, if the digests of the extents do not give it
     """
 
     name: str
@@ -75,6 +76,7 @@ class Source(Struct, frozen=True, gc=False):
     shard: tuple[int, ...] | None = None
     held_only_by: int = 0
     writes_start: bool = True
+    fingerprint: str | None = None
 
     @property
     def itemsize(self) -> int:
@@ -103,7 +105,9 @@ class Source(Struct, frozen=True, gc=False):
         return sum(box.size for box, _ in self.parts) == math.prod(self.shape)
 
     def entry(self, extents: tuple[Extent, ...] = (), sha256: str | None = None) -> LeafEntry:
-        return LeafEntry(self.dtype, self.shape, extents, self.home, self.key, self.sharding, sha256)
+        return LeafEntry(
+            self.dtype, self.shape, extents, self.home, self.key, self.sharding, sha256, self.fingerprint
+        )
 
 
 class PlannedExtent(Struct, gc=False):

@@ -11,6 +11,8 @@ from datetime import timedelta
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeGuard
 
+from eformer._engine.record.names import is_inside, is_text
+from eformer._engine.record.step_names import step_number
 from eformer._engine.record.text import few
 
 if TYPE_CHECKING:
@@ -24,29 +26,69 @@ _MOST_SKEW = 60.0  # seconds by which clocks of different machines may differ
 class Every:
     """A rule for when a run saves: at multiples of a number of steps, after some time, or at given steps.
 
-    steps      save at every multiple of this number
-    minutes    save when this many minutes have passed since the last save
-    at         save at these steps
-    until      the rule ends after this step
+    steps       save at every multiple of this number
+    minutes     save when this many minutes have passed since the last save
+    at          save at these steps
+    until       the rule ends after this step
+    continuous  save again as soon as the last save is committed
+    only        save only this part of the tree, such as "params", in a directory of that name in the run. Such steps
+                are apart from the steps of the run: `resume` does not use them, and `keep` of the run does not count
+                them
+    keep        which of the steps of this part stay, like `keep` of a `Run`; only with `only`
 
     Example:
 
         >>> run = checkpoint.Run("runs/new", every=[Every(100, until=1000), Every(1000), Every(minutes=15)])
+        >>> best = Keep(best=3, by="loss")
+        >>> run = checkpoint.Run("runs/new", every=[Every(1000), Every(200, only="params", keep=best)])
     """
 
     steps: int | None = None
     minutes: float | None = None
     at: tuple[int, ...] = ()
     until: int | None = None
+    continuous: bool = False
+    only: str | None = None
+    keep: tuple[Keep, ...] | None = None
+
+    if TYPE_CHECKING:  # `keep` takes what `Run(keep=)` takes
+
+        def __init__(
+            self,
+            steps: int | None = None,
+            minutes: float | None = None,
+            at: Sequence[int] = (),
+            until: int | None = None,
+            *,
+            continuous: bool = False,
+            only: str | None = None,
+            keep: int | Keep | Sequence[Keep] | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
-        if self.steps is None and self.minutes is None and not self.at:
-            raise ValueError("Every needs steps=, minutes= or at=")
+        if self.steps is None and self.minutes is None and not self.at and not self.continuous:
+            raise ValueError("Every needs steps=, minutes=, at= or continuous=True")
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"Every(steps={self.steps}): steps must be positive")
         if self.minutes is not None and not self.minutes > 0:
             raise ValueError(f"Every(minutes={self.minutes}): minutes must be positive")
+        if self.only is None and self.keep is not None:
+            raise ValueError("Every(keep=) is for a part of the tree: pass only=, or keep= to the Run")
+        if self.only is not None:
+            self._check_part(self.only)
         object.__setattr__(self, "at", tuple(self.at))
+        object.__setattr__(self, "keep", keep_from(self.keep))
+
+    def _check_part(self, only: str) -> None:
+        if self.minutes is not None or self.continuous:
+            raise ValueError(f"Every(only={only!r}): pass steps= or at=, not minutes= or continuous=")
+        if not (is_text(only) and is_inside(only)) or "/" in only or only.startswith("."):
+            raise ValueError(
+                f"Every(only={only!r}): expected the name of a part of the tree, such as 'params', that can be the "
+                "name of a directory"
+            )
+        if step_number(only) is not None:
+            raise ValueError(f"Every(only={only!r}): a directory of that name would be a step of the run")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,19 +138,26 @@ class Near:
 
     path    a directory in memory or on a local disk of each host, such as "/dev/shm/llama"
     every   when `Run.after` saves there: a number of steps, a timedelta, an `Every`, or several
+    copies  on how many other hosts each process's part is copied, over the network. With copies, each process opens a
+            port for the other processes of the job
 
     Example:
 
-        >>> near = checkpoint.Near("/dev/shm/llama", every=50)
+        >>> near = checkpoint.Near("/dev/shm/llama", every=50, copies=1)
         >>> run = checkpoint.Run("runs/new", every=1000, near=near)
     """
 
     path: str | os.PathLike[str]
     every: int | timedelta | Every | Sequence[Every] = field(kw_only=True)
+    copies: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not every_from(self.every):
+        if isinstance(self.copies, bool) or operator.index(self.copies) < 0:
+            raise ValueError(f"Near(copies={self.copies!r}): expected a number of other hosts, 0 or more")
+        if not (rules := every_from(self.every)):
             raise ValueError(f"Near(every={self.every!r}): no rule says when near steps are saved")
+        if any(rule.continuous or rule.only for rule in rules):
+            raise ValueError(f"Near(every={self.every!r}): continuous= and only= are for Run(every=)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,23 +285,22 @@ def can_remove(steps: Iterable[StepFacts], rules: Sequence[Keep]) -> bool:
     If all rules use metrics that no step has, every step but the newest would go. More likely the metrics are misspelt,
     or not scored yet.
     """
-    there = _metrics_of(steps, rules)
+    there = metrics_of(counted_steps(steps, rules))
     return any(rule.by is None or rule.by in there for rule in rules)
 
 
 def unknown_metrics(steps: Iterable[StepFacts], rules: Sequence[Keep]) -> str | None:
     """Return a message with the metrics of the rules that no step has; None if every metric is known."""
-    there = _metrics_of(steps, rules)
+    there = metrics_of(counted_steps(steps, rules))
     missing = sorted({rule.by for rule in rules if rule.by is not None} - there)
     if not missing:
         return None
     return f"no step has a number for the metric {few(missing)}; the steps have {few(sorted(there)) or 'no metrics'}"
 
 
-def _metrics_of(steps: Iterable[StepFacts], rules: Sequence[Keep]) -> set[str]:
+def metrics_of(steps: Iterable[StepFacts]) -> set[str]:
     """Return the names of the metrics that a step has a number for. NaN is not a number to rank by."""
-    counted = counted_steps(steps, rules)
-    return {name for step in counted for name, value in step.metrics.items() if _has_number(value)}
+    return {name for step in steps for name, value in step.metrics.items() if _has_number(value)}
 
 
 def _misdated(ordered: Sequence[StepFacts], now: float) -> list[str]:
@@ -284,6 +332,11 @@ def ranked(steps: Iterable[StepFacts], rule: Keep) -> list[int]:
 
 def _has_number(value: float | None) -> TypeGuard[float]:
     return value is not None and not math.isnan(value)
+
+
+def rule_of_metric(rules: Sequence[Keep]) -> Keep | None:
+    """Return the first rule that names a metric; None if no rule does."""
+    return next((rule for rule in rules if rule.by), None)
 
 
 def needs_manifests(rules: Sequence[Keep]) -> bool:
@@ -343,6 +396,11 @@ def is_due(rules: Sequence[Every], step: int) -> bool:
         for rule in rules
         if _is_in_force(rule, step)
     )
+
+
+def is_continuous(rules: Sequence[Every], step: int) -> bool:
+    """Tell whether a rule asks for the next save as soon as the last one is committed."""
+    return any(rule.continuous and _is_in_force(rule, step) for rule in rules)
 
 
 def minutes_due(rules: Sequence[Every], step: int) -> float | None:

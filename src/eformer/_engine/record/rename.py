@@ -87,6 +87,8 @@ class Renamed:
 def rules_from(given: RenameRules) -> list[Rule]:
     """Parse rules in any form that a caller may pass. A string is a path, unless it contains a line break or an
     arrow."""
+    if callable(given):
+        raise TypeError("rename= is a function; expected rules: pairs of a pattern and a new name, or a file")
     if isinstance(given, str) and ("\n" in given or "->" in given):
         return parse_rules(given, "rename")
     if isinstance(given, (str, os.PathLike)):

@@ -70,6 +70,11 @@ def parsed_digests(digits: str) -> np.ndarray[Any, Any]:
     return np.frombuffer(bytes.fromhex(digits), ">u8").astype(np.uint64).reshape(-1, 2)
 
 
+def digest_texts(digests: np.ndarray[Any, Any]) -> list[str]:
+    """Return digests, as `merged_digests` returns them, in hexadecimal digits."""
+    return [f"{high:016x}{low:016x}" for high, low in digests.tolist()]
+
+
 def _merged(accumulators: np.ndarray[Any, Any], start: int, seed: Any) -> Any:
     """Merge the accumulators into 64 bits: 128-bit products of pairs, folded and added, then an avalanche."""
     mixed = accumulators ^ _secret(start)

@@ -32,16 +32,20 @@ class Clock:
         self.saved_at = self._met_at = self._clock()
         self._met_step, self._next_step = step, step + 1
 
-    def is_due(self, step: int, minutes: float | None, *, is_asked: bool) -> bool:
-        """Tell whether it is time to save, or a save was asked for. All processes get the same answer."""
+    def is_due(self, step: int, minutes: float | None, left: Callable[[], float] | None = None) -> bool:
+        """Tell whether it is time to save. All processes get the same answer.
+
+        It is time when `minutes` have passed since the last save, or when `left` returns no more seconds, whichever
+        comes first. `left` is called in the first process.
+        """
         if self._is_alone:
-            return is_asked or (minutes is not None and self._left(minutes) <= 0)
-        if minutes is None or step < self._next_step:
+            return (minutes is not None or left is not None) and self._left(minutes, left) <= 0
+        if (minutes is None and left is None) or step < self._next_step:
             return False
 
         def answer(_: Sequence[bytes]) -> bytes:
-            left = self._left(minutes)
-            return b"save" if is_asked or left <= 0 else str(step + self._distance(step, left)).encode()
+            seconds = self._left(minutes, left)
+            return b"save" if seconds <= 0 else str(step + self._distance(step, seconds)).encode()
 
         with _hosts.meeting("runs", self._timeout) as hosts:
             said = hosts.meet(b"", answer)
@@ -51,8 +55,9 @@ class Clock:
         self._next_step = int(said)
         return False
 
-    def _left(self, minutes: float) -> float:
-        return self.saved_at + 60 * minutes - self._clock()
+    def _left(self, minutes: float | None, left: Callable[[], float] | None) -> float:
+        both = [] if minutes is None else [self.saved_at + 60 * minutes - self._clock()]
+        return min([*both, left()] if left else both)
 
     def _distance(self, step: int, left: float) -> int:
         """Return how many steps away the next meeting is: half of the way, as fast as the last steps have been."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from eformer._engine.formats.run_steps import Scores, found_of, score_name, step_at, steps_if_there
 from eformer._engine.record.policies import metric_from
-from eformer._engine.runs.steps import Scores, found_of, score_name, step_at, steps_if_there
 from eformer._engine.stores.base import update_file
 from eformer._engine.stores.locate import store_at
 from eformer._engine.tasks.interrupts import uninterrupted
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping
 
-    from eformer._engine.runs.steps import Step
+    from eformer._engine.formats.run_steps import Step
 
 logger = logging.getLogger("eformer")
 

@@ -22,7 +22,7 @@ from eformer.errors import EformerError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from eformer._engine.runs.steps import Step
+    from eformer._engine.formats.run_steps import Step
     from eformer._engine.stores.base import Store
 
 logger = logging.getLogger("eformer")

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from eformer._engine.formats.run_steps import facts_by_metrics, facts_of_run, path_to_step, steps_if_there
 from eformer._engine.loading.load import LoadedTree, load_tree
 from eformer._engine.processes.hosts import meeting
-from eformer._engine.record.policies import StepFacts, ranked
+from eformer._engine.record.policies import ranked, rule_of_metric
 from eformer._engine.record.text import count, few, glance
 from eformer._engine.record.values import json_decoder
-from eformer._engine.runs.done import set_position
-from eformer._engine.runs.near import NearStep
+from eformer._engine.runs.near_parts import Held, NearStep, Where
+from eformer._engine.runs.own_part import PART_METADATA
+from eformer._engine.runs.positions import set_position
 from eformer._engine.runs.retention import put_aside
-from eformer._engine.runs.steps import facts_of_run, path_to_step, steps_if_there
 from eformer._engine.tasks.interrupts import is_of_caller
 from eformer.errors import (
     CorruptionError,
-    EformerError,
     FormatError,
     NotFoundError,
     ProcessError,
@@ -32,10 +32,10 @@ from eformer.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from eformer._engine.formats.run_steps import Step
     from eformer._engine.loading.request import LoadReport, Request
     from eformer._engine.record.policies import Keep
     from eformer._engine.runs.near import NearTier
-    from eformer._engine.runs.steps import Step
     from eformer._engine.runs.writer import Writer
 
 logger = logging.getLogger("eformer")
@@ -72,9 +72,9 @@ class Resumed:
 
 
 class _OwnSteps(msgspec.Struct):
-    """The message of a process that begins: the near steps that it holds, and whether it starts anew."""
+    """The message of a process that begins: the parts of near steps that it finds, and whether it starts anew."""
 
-    near: list[NearStep]
+    near: Held | None
     fresh: bool
 
 
@@ -82,10 +82,11 @@ class AgreedSteps(msgspec.Struct):
     """The answer to all processes.
 
     far      the steps of the run
-    near     the near steps that all processes hold
+    near     the near steps that all processes can load
     best     the steps of the run that have the metric of a rule, the best first
     epoch    the id of the epoch that begins
     before   the earlier epochs of the run
+    where    where the parts of the near steps are
     """
 
     far: list[int]
@@ -93,6 +94,7 @@ class AgreedSteps(msgspec.Struct):
     best: list[int]
     epoch: str
     before: list[str]
+    where: Where
 
     @property
     def steps(self) -> list[NearStep]:
@@ -116,14 +118,21 @@ class AgreedSteps(msgspec.Struct):
         """Return the steps after step `number`, without the skipped steps."""
         return [step.number for step in self.steps if step.number > number and step.number not in skipped]
 
-    def refuse_after(self, number: int, path: str, skipped: Mapping[int, str]) -> None:
-        """Raise ValueError if the run has steps after step `number`."""
-        if newer := self.after(number, skipped):
-            damaged = "".join(f", and step {n} is damaged: {why}" for n, why in skipped.items())
-            raise ValueError(
-                f"{path} has the steps {newer} after {number}{damaged}; pass rewind=True to put them aside, or resume "
-                "from the newest"
-            )
+    def refuse_after(self, number: int, step: int | str, path: str, skipped: Mapping[int, str]) -> None:
+        """Raise ValueError if the run has steps after step `number`, which `step` asks for."""
+        if not (newer := self.after(number, skipped)):
+            return
+        chosen = f"the best step is {number}" if step == "best" else f"step {number} is not the newest"
+        far = [one.name for one in steps_if_there(path) if one.number in newer]
+        near = sorted({str(n) for n in newer} - {str(n) for n in self.far})
+        losses = [f"{count(len(far), 'newer step')} would be put aside ({few(far)})"] if far else []
+        losses += [f"{count(len(near), 'newer near step')} would be removed ({few(near)})"] if near else []
+        damaged = "".join(f". Step {n} is damaged: {why}" for n, why in skipped.items())
+        raise ValueError(
+            f"{path}: {chosen}, and {' and '.join(losses)}{damaged}. resume(step={step!r}, rewind=True) does that and "
+            f"goes on from step {number}; resume() goes on from the newest step. To keep all, load step {number}, and "
+            "save to a run in another directory"
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,9 +144,16 @@ class Job:
     near: NearTier | None
     timeout: float | None
 
-    def agree(self, *, claims: bool, fresh: bool, rule: Keep | None = None) -> AgreedSteps:
+    def agree(
+        self,
+        *,
+        claims: bool,
+        fresh: bool,
+        rule: Keep | None = None,
+        listed: Callable[[], Sequence[Step]] | None = None,
+    ) -> AgreedSteps:
         """Agree on the steps: the steps of the run that the first process lists, and the near steps that all processes
-        hold.
+        can load. `listed` returns the steps of the run if they are listed already.
 
         With `claims`, this job becomes the writer first. A job that is the writer already raises SupersededError if
         another job has taken over. With a `rule`, rank the steps of the run by its metric.
@@ -149,30 +165,24 @@ class Job:
             _require_alike([one.fresh for one in held])
             if claims:
                 self.writer.claim()
-            there = steps_if_there(self.path)
-            common, epochs = near.in_common([one.near for one in held]) if near else ([], [])
-            best = self._ranked(there, rule) if rule else []
+            there = listed() if listed else steps_if_there(self.path)
+            common, epochs, where = (
+                near.in_common([one.near for one in held if one.near]) if near else ([], [], Where())
+            )
+            best = ranked(facts_by_metrics(there), rule) if rule else []
             far = [step.number for step in there]
-            return msgspec.json.encode(AgreedSteps(far, common, best, secrets.token_hex(8), epochs))
+            return msgspec.json.encode(AgreedSteps(far, common, best, secrets.token_hex(8), epochs, where))
 
         with meeting("runs", self.timeout) as hosts:
             if self.writer.has_claimed and hosts.number == 0:
                 self.writer.check()
-            mine = _OwnSteps(near.look() if near else [], fresh)
+            mine = _OwnSteps(near.look() if near else None, fresh)
             answered = hosts.meet(msgspec.json.encode(mine), answer)
         self.writer.has_claimed = self.writer.has_claimed or claims
-        return json_decoder(AgreedSteps).decode(answered)
-
-    def _ranked(self, there: Sequence[Step], rule: Keep) -> list[int]:
-        """Return the steps that have the metric of a rule, the best first. Leave out steps with unreadable
-        manifests."""
-        facts = []
-        for step in there:
-            try:
-                facts.append(StepFacts(step.number, None, step.metrics))
-            except (EformerError, OSError) as error:
-                logger.warning("%s: step %d is left out: %s", self.path, step.number, error)
-        return ranked(facts, rule)
+        agreed = json_decoder(AgreedSteps).decode(answered)
+        if near:
+            near.note_where(agreed.where)
+        return agreed
 
     def load_first(
         self, candidates: Sequence[NearStep], request: Request, *, fallback: bool
@@ -183,8 +193,9 @@ class Job:
             number = step.number
             try:
                 loaded, problem = self._load(step, request)
-                if loaded is None and fallback:  # once more: a network file system may show an old directory
-                    loaded, problem = self._load(step, request)
+                # Once more: a network file system may show an old directory, and a near step has several parts.
+                if loaded is None and (fallback or step.epoch):
+                    loaded, problem = self._load(step, request, is_again=True)
             except VersionError as error:
                 raise self._newer_version(number, error) from error
             if loaded is not None:
@@ -198,12 +209,14 @@ class Job:
             f"no step of {self.path} is sound, and a run does not start afresh by itself: {listed}"
         )
 
-    def _load(self, step: NearStep, request: Request) -> tuple[LoadedTree | None, str]:
+    def _load(
+        self, step: NearStep, request: Request, *, is_again: bool = False
+    ) -> tuple[LoadedTree | None, str]:
         """Load a step in all processes. Return it, or the damage that one process has found."""
         loaded, error = None, None
         try:
             if step.epoch and self.near:
-                loaded = self.near.load(step, request)
+                loaded = self.near.load(step, request, is_again=is_again)
             else:
                 loaded = load_tree([path_to_step(self.path, step.number)], request)
         except Exception as raised:  # noqa: BLE001  all processes wait to hear of it
@@ -233,11 +246,11 @@ class Job:
         return VersionError(message)
 
     def set_position(self, data: Any, step: NearStep, metadata: Mapping[str, Any]) -> None:
-        """Set the data to the recorded position. A near step has the position of this process alone."""
-        facts = facts_of_run(metadata)
+        """Set the data to the recorded position. A part of a near step has the position of this process alone."""
+        facts, is_part = facts_of_run(metadata), PART_METADATA in metadata
         with meeting("runs", self.timeout) as hosts:
             if data is not None:
-                number, count = (0, 1) if step.epoch else (hosts.number, hosts.count)
+                number, count = (0, 1) if is_part else (hosts.number, hosts.count)
                 set_position(data, facts, f"step {step.number} of {self.path}", number=number, count=count)
             elif facts.get("data"):
                 logger.warning(
@@ -248,11 +261,13 @@ class Job:
                 )
             hosts.meet(b"", lambda _: b"")
 
-    def put_aside(self, why: Callable[[Step], str | None]) -> list[str]:
-        """Rename steps in the first process, before any process goes on. Return their old names."""
+    def put_aside(self, why: Callable[[Step], str | None], also: Sequence[str] = ()) -> list[str]:
+        """Rename steps of the run, and of the directories in `also`, in the first process, before any process goes on.
+        Return the old names of the steps of the run."""
 
         def answer(_: Sequence[bytes]) -> bytes:
-            return msgspec.json.encode(put_aside(self.path, why, self.writer.check))
+            found = [put_aside(path, why, self.writer.check) for path in (self.path, *also)]
+            return msgspec.json.encode(found[0])
 
         with meeting("runs", self.timeout) as hosts:
             return msgspec.json.decode(hosts.meet(b"", answer), type=list[str])
@@ -260,7 +275,7 @@ class Job:
 
 def rule_of_best(rules: Sequence[Keep]) -> Keep:
     """Return the first rule that names a metric."""
-    if (rule := next((rule for rule in rules if rule.by), None)) is None:
+    if (rule := rule_of_metric(rules)) is None:
         raise ValueError(
             "step='best' needs a rule of keep= that names a metric: Keep(best=1, by='eval.loss')"
         )

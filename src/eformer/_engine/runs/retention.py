@@ -11,6 +11,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from eformer._engine.formats.run_steps import (
+    Scores,
+    found_of,
+    is_foreign,
+    resumed_from,
+    score_name,
+    scored_step,
+    steps,
+    steps_if_there,
+)
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, base_name
 from eformer._engine.formats.steps import MARKS, remains_in
 from eformer._engine.record.policies import (
@@ -23,16 +33,6 @@ from eformer._engine.record.policies import (
 )
 from eformer._engine.record.values import parse_json
 from eformer._engine.runs.removed import remember_metrics
-from eformer._engine.runs.steps import (
-    Scores,
-    found_of,
-    is_foreign,
-    resumed_from,
-    score_name,
-    scored_step,
-    steps,
-    steps_if_there,
-)
 from eformer._engine.stores import checkpoints
 from eformer._engine.stores.base import read_whole, remove_files, update_file
 from eformer._engine.stores.checkpoints import identity_of, remove_checkpoint
@@ -43,8 +43,8 @@ from eformer.errors import FormatError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+    from eformer._engine.formats.run_steps import Step
     from eformer._engine.record.policies import Keep
-    from eformer._engine.runs.steps import Step
     from eformer._engine.stores.base import Identity, Store
 
 logger = logging.getLogger("eformer")
@@ -133,8 +133,9 @@ def remove_others(
     path: str, rules: Sequence[Keep], stay: Collection[int | None], *, now: float, told: set[str]
 ) -> None:
     """Remove the steps that no rule keeps. Damaged steps, and links to steps elsewhere, neither count nor go. Do not
-    repeat a warning that is in `told`."""
+    repeat a warning that is in `told`. Raise the first error after all other steps are removed."""
     store, there, removed = store_at(path), steps(path), list[str]()
+    failed: list[OSError] = []
     # Noted before anything is read: only the steps that the rules have judged are removed. In a bucket no other
     # directory can take the name of a step by a rename.
     identities = identities_of(store, [step.name for step in there if on_disk(store) is not None])
@@ -158,8 +159,12 @@ def remove_others(
             continue
         except ValueError as error:  # another directory has taken its name
             logger.warning("%s", error)
+        except OSError as error:  # the next steps may still be removed
+            failed.append(error)
     sweep_remains(store, [step.name for step in there])
     remove_files(store, orphaned_scores(store, removed))
+    if failed:
+        raise failed[0]
 
 
 def _warnings(facts: Sequence[StepFacts], rules: Sequence[Keep], now: float) -> dict[str, str]:

@@ -48,6 +48,7 @@ class Signals:
         # Without a lock: a handler may interrupt itself, and would wait for itself.
         self._is_told = self._is_closed = False
         self._first_at: dict[signal.Signals, float] = {}
+        self._noticed_at: float | None = None  # by JAX's service
         self._unseen: signal.Signals | None = None
         self._logged: threading.Event | None = None  # is set once the first signal is logged
         self._before: dict[signal.Signals, Any] = {}
@@ -110,6 +111,8 @@ class Signals:
             from jax.experimental import multihost_utils
 
             is_reached = bool(multihost_utils.reached_preemption_sync_point(next(_calls)))
+            if is_reached and self._noticed_at is None:
+                self._noticed_at = time.monotonic()
             if is_reached and not self._is_told:
                 logger.warning("the job is told to end: the next step is saved")
             self._is_told = self._is_told or is_reached
@@ -117,6 +120,11 @@ class Signals:
         if self._is_told:
             self._unseen = None
         return self._is_told
+
+    def since(self) -> float:
+        """Return how many seconds ago the first signal came, or was noticed."""
+        now = time.monotonic()
+        return now - min([*self._first_at.values(), self._noticed_at or now])
 
     def close(self) -> None:
         """Restore the previous handlers. Send a signal again that came too late for any call."""

@@ -13,18 +13,20 @@ import msgspec
 
 from eformer._engine.formats.find import later_of_flax
 from eformer._engine.formats.left_out import holds_leaves
+from eformer._engine.formats.run_steps import Claim, Rules, Step, steps_if_there
 from eformer._engine.formats.steps import RUN_FILE, is_checkpoint, last_step_in
 from eformer._engine.record.step_names import OF_ANY_PROGRAM, OF_RUN
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder
 from eformer._engine.runs.removed import forget_metrics_after
 from eformer._engine.runs.retention import sweep_remains
-from eformer._engine.runs.steps import Claim, Rules
 from eformer._engine.stores.base import read_whole, update_file
 from eformer._engine.stores.bucket_removal import ASIDE
 from eformer._engine.stores.leases import LEASES
 from eformer.errors import CorruptionError, NotFoundError, SupersededError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from eformer._engine.stores.base import Kind, Store
 
 logger = logging.getLogger("eformer")
@@ -38,6 +40,12 @@ class Writer:
         self.store, self.id = store, own_id
         self._rules = _as_json(rules)
         self.has_claimed = False
+
+    def look(self) -> Sequence[Step]:
+        """Return the steps of a run that this job is about to begin. Raise as `claim` does, and change nothing."""
+        found = steps_if_there(self.store.url)
+        self._refuse_checkpoints(has_steps=bool(found))
+        return found
 
     def claim(self) -> None:
         """Become the writer, in the first process. Remove the remains of jobs that died."""

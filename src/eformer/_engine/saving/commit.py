@@ -62,7 +62,7 @@ def commit_of(save: Save, entry: TreeEntry) -> Commit:
 
 
 def _change(save: Save, entry: TreeEntry, index: FormatIndex, store: Store) -> Change:
-    interrupts.check()
+    interrupts.go_on_to_the_end()  # from here on `Pending.cancel` returns False
     # Here, not earlier: on a disk this runs under the lock, in a bucket again for each new index. A check before it
     # could be outdated, and a job that another job has replaced must not commit.
     if save.fence:

@@ -1,4 +1,8 @@
-"""Saves in the background: carry them out in threads, wait for them, report their errors."""
+"""Saves in the background: carry them out in threads, wait for them, cancel them, report their errors.
+
+Tests: tests/engine/saving/test_pending.py, tests/engine/saving/test_cancel.py, tests/faults/test_cancel.py,
+tests/multihost/test_cancel.py.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +58,7 @@ class Pending:
         self._thread: threading.Thread | None = None
         self._is_over = False
         self._error: BaseException | None = None
-        self._given_up = threading.Event()
+        self._stop = interrupts.Stop()
 
     @uninterrupted
     def result(self, timeout: float | None = None) -> str:
@@ -74,6 +78,23 @@ class Pending:
     def done(self) -> bool:
         """Tell whether the save has finished, with or without an error."""
         return self._future.done()
+
+    @uninterrupted
+    def cancel(self) -> bool:
+        """Stop the save, unless its commit has begun. Return True if it is stopped: the path stays as it was.
+
+        The save removes its files, and then gives its turn to the next save; `exception()` waits for that. `result`
+        raises `concurrent.futures.CancelledError`, and `await` raises `asyncio.CancelledError`. With several processes
+        it fails in all of them. Return False if the save is over, or goes on to its end.
+
+        Example:
+            >>> pending = checkpoint.save_async(state, "run/step-500")
+            >>> if pending.cancel():
+            ...     pending.exception()  # nothing of it is left
+        """
+        if is_stopped := self._stop.ask(interrupts.StoppedError("the save was cancelled")):
+            self.was_asked = True
+        return is_stopped
 
     @uninterrupted
     def add_done_callback(self, callback: Callable[[Pending], object]) -> None:
@@ -98,12 +119,13 @@ class Pending:
     def give_up(self) -> None:
         """Stop a save whose caller was interrupted before it got this handle, unless the commit has begun."""
         self.was_asked = True
-        self._given_up.set()
+        self._stop.ask(KeyboardInterrupt("the call that began this work was interrupted"))
 
     def leave_to_parent(self) -> None:
         """Give up the save in a forked child: its thread is in the parent. `wait` passes over it, `result` raises."""
         # A new future even for a save that is over: a thread of the parent may hold the lock of the old one.
-        self._future, self.was_asked = futures.Future(), True
+        self._future, self.was_asked, self._stop = futures.Future(), True, interrupts.Stop()
+        self._stop.close()
         if self._is_over and self._error is None:
             self._future.set_result(self.path)
         else:
@@ -111,8 +133,9 @@ class Pending:
             self._future.set_exception(self._error or RuntimeError(under_way))
 
     def __repr__(self) -> str:
-        state = "under way" if not self.done() else "failed" if self._future.exception() else "done"
-        return f"<Pending save to {self.path}: {state}>"
+        error = self._future.exception() if self.done() else None
+        failed = "cancelled" if isinstance(error, futures.CancelledError) else "failed"
+        return f"<Pending save to {self.path}: {'under way' if not self.done() else failed if error else 'done'}>"
 
     def start(self, work: Callable[[], None], afterwards: Callable[[], None] | None = None) -> None:
         """Carry out the save in a new thread, which the interpreter waits for at exit.
@@ -125,14 +148,16 @@ class Pending:
         _started.add(self)  # only now: `wait` must not wait for a thread that could not start
 
     def _run(self, work: Callable[[], None], afterwards: Callable[[], None] | None) -> None:
-        interrupts.given_up.set(self._given_up)  # for `interrupts.check` in this thread and its helpers
-        error = _error_of(work)
+        interrupts.given_up.set(self._stop)  # for `interrupts.check` in this thread and its helpers
+        error, asked = _error_of(work), self._stop.close()
         del work  # it holds the save, and with it arrays that the next one needs room for
         if error is None:
             self._future.set_result(self.path)
         else:
             # The frames of the traceback hold arrays, and the caller may keep the error.
             traceback.clear_frames(error.__traceback__)
+            if isinstance(asked, interrupts.StoppedError):
+                error = futures.CancelledError(f"saving to {self.path} was cancelled; nothing was committed")
             self._error = error
             self._future.set_exception(error)
         self._is_over = True
@@ -251,7 +276,7 @@ def wait_for(saves: Iterable[Pending], timeout: float | None = None) -> None:
     interrupts.wait_for_all([save._future for save in others], timeout)
     if late := [save.path for save in others if not save.done()]:
         raise TimeoutError(f"not finished after {timeout} seconds: saving to {few(late)}")
-    failed = [save for save in unasked if save.exception() is not None]
+    failed = [save for save in unasked if not save.was_asked and save.exception() is not None]
     for other in failed[1:]:
         logger.error("saving to %s failed", other.path, exc_info=other.exception())
     if failed:

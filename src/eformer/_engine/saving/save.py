@@ -36,6 +36,7 @@ from eformer._engine.record.indexes import FORMAT, Listed
 from eformer._engine.record.manifest import Receipt, encode_leaves
 from eformer._engine.record.planned import data_files, leaf_entries
 from eformer._engine.saving.commit import commit_of
+from eformer._engine.saving.fingerprints import note_fingerprints
 from eformer._engine.saving.reuse import Kept, apart, find_earlier, keep_chunks, keep_files
 from eformer._engine.saving.staging import Staging
 from eformer._engine.saving.write import AtSource, compute_sha256, write
@@ -84,6 +85,8 @@ def complete(save: Save, progress: Progress = None, meter: Meter = SILENT) -> No
         # On a disk this limits only the waits for other saves and for readers; in a bucket, the whole save.
         if (limit := save.options.timeout) is not None:
             stack.enter_context(within(limit, f"SaveOptions(timeout={limit})"))
+        if save.begin:
+            save.begin(save)
         save.format = save.new_format()
         if progress is not None:
             total = sum(map(save.format.own_nbytes, save.sources))
@@ -129,6 +132,7 @@ class Save:
     has_index       False writes arrays without an index, as another program would
     overwrite       replace a file even if eformer did not write it
     whole_files     link a file only if all leaves in it are unchanged, so that other programs can open it
+    begin           called first, in the thread of the save; may change `options.reuse`
     late            called in the first process, before the lock, with the `own_metadata` of every process; returns more
                     metadata, as JSON
     own_metadata    the metadata that this process adds, such as its position in the data
@@ -151,6 +155,7 @@ class Save:
     has_index: bool = True
     overwrite: bool = False
     whole_files: bool = False
+    begin: Callable[[Save], None] | None = None
     late: Callable[[Sequence[bytes]], Mapping[str, Any]] | None = None
     own_metadata: bytes = b""
     fence: Callable[[], None] | None = None
@@ -241,6 +246,8 @@ class Save:
         with gc_paused():
             files = self.format.layout(groups, sha256)
             leaves = {s.name: s.entry((), sha256.get(s.name)) if 0 in s.shape else None for s in self.sources}
+        if self.kind == "zarr" and self.has_index and self.hosts.count == 1:
+            note_fingerprints(files, self.entry.block, staging, self.threads, costly=self.options.checksums)
         if self.kind == "zarr" and earlier:
             meter.add(keep_chunks(earlier, files, self.upload, staging, self.threads))
         return kept, files, leaves

@@ -210,6 +210,8 @@ class SaveOfSeveral(Save):
 
     def commit(self, receipt: Receipt) -> None:
         """Commit the files of all processes in the first process. An error there is raised in every process."""
+        if self.hosts.number:
+            interrupts.go_on_to_the_end()  # the first process commits when it has the message of this one
         try:
             self.hosts.meet(_encode(receipt), self._commit_all)
         except _CommitError as error:

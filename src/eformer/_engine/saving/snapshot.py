@@ -53,15 +53,21 @@ _MOST_REPLICAS = 256
 
 
 def snapshot(
-    leaves: Mapping[str, Any], options: SaveOptions, hosts: Hosts, *, detach: bool
+    leaves: Mapping[str, Any],
+    options: SaveOptions,
+    hosts: Hosts,
+    *,
+    detach: bool = False,
+    takes_copies: bool = False,
 ) -> tuple[list[Source], dict[str, Any], Compared]:
     """Return the arrays among the leaves as sources, the remaining leaves as JSON values, and the data to compare with
     other processes.
 
     With `detach` the caller may donate or change every array as soon as this returns: numpy arrays are copied, arrays
-    on an accelerator are copied there or to the host, and the memory of CPU arrays is kept alive.
+    on an accelerator are copied there or to the host, and the memory of CPU arrays is kept alive. With `takes_copies`
+    the sources have every box that this process holds, not only the boxes that it writes.
     """
-    reader = _Reader(options, hosts, detach)
+    reader = _Reader(options, hosts, detach, takes_copies)
     readers: dict[type, Callable[[str, Any], Source] | None] = {}  # each type is looked at once
     sources, values = [], {}
     for name, leaf in leaves.items():
@@ -89,7 +95,8 @@ def snapshot(
 
 
 class _Reader:
-    def __init__(self, options: SaveOptions, hosts: Hosts, detach: bool) -> None:
+    def __init__(self, options: SaveOptions, hosts: Hosts, detach: bool, takes_copies: bool = False) -> None:
+        self.takes_copies = takes_copies
         self.dtype = options.dtype
         self.where = options.snapshot
         self.hosts = hosts
@@ -238,6 +245,8 @@ class _Reader:
 
         If several processes hold a box, the process with the least to write so far writes it.
         """
+        if self.takes_copies:
+            return split.here, False
         if split.settled is not None:
             if split.counts:
                 self.written += split.elements * itemsize
@@ -335,11 +344,11 @@ def _split(array: jax.Array, hosts: Hosts) -> _Split:
                 f"it is on {device} of process {device.process_index}, which does not take part in this save; save "
                 "from all processes that hold it (SaveOptions.processes)"
             )
-        holders.setdefault(_box(index, array.shape), {})[process] = None
+        holders.setdefault(box_of(index, array.shape), {})[process] = None
     here: dict[Box, int] = {}
     for number, shard in enumerate(array.addressable_shards):
         if hosts.process_of(shard.device) == hosts.number:
-            here.setdefault(_box(shard.index, array.shape), number)
+            here.setdefault(box_of(shard.index, array.shape), number)
     processes = {box: np.array(list(who)) for box, who in holders.items()}
     return _Split(processes, here, array.sharding.shard_shape(array.shape), hosts)
 
@@ -376,7 +385,7 @@ def _plain_value(leaf: Any) -> Any:
     return value
 
 
-def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
     bounds = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
     return Box(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.pieces import bounding, joined, piece_sizes, pieces, shifted
-from eformer._engine.record.xxh3 import SHORTEST, parsed_digests
+from eformer._engine.record.xxh3 import SHORTEST, digest_texts, parsed_digests
 from eformer._engine.trees.device_digests import Digesters, Digests, Joined, PieceSpan, can_digest, results
 from eformer.errors import TransferError
 
@@ -77,15 +77,23 @@ class BoxDigests:
         self.lock = threading.Lock()
         self.digests: np.ndarray[Any, Any] | None = None
 
-    def require(self, name: str, first: int, digests: Sequence[str]) -> None:
-        """Raise a TransferError if pieces in host memory, from number `first` on, differ from those on the device."""
+    def wait(self) -> np.ndarray[Any, Any]:
+        """Wait for the digests of all pieces, and return them as `merged_digests` does."""
         with self.lock:
             if self.digests is None:
                 count = len(self.ends) - 1
                 self.digests = np.concatenate(
                     [results([one])[start : start + count] for one, start in self.found]
                 )
-        expected = self.digests[first : first + len(digests)]
+            return self.digests
+
+    def texts(self) -> list[str]:
+        """Wait for the digests of all pieces, and return them as text."""
+        return digest_texts(self.wait())
+
+    def require(self, name: str, first: int, digests: Sequence[str]) -> None:
+        """Raise a TransferError if pieces in host memory, from number `first` on, differ from those on the device."""
+        expected = self.wait()[first : first + len(digests)]
         wrong = np.nonzero((expected != parsed_digests("".join(digests))).any(1))[0]
         if len(wrong):
             number = first + wrong[0]

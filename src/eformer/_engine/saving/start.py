@@ -192,7 +192,12 @@ def start(
 
 def _place_of(path: str | os.PathLike[str], form: Kind) -> tuple[Store, str]:
     """Return the directory to save to, and the name of a single file or ""."""
-    store, name = locate(absolute(path))
+    place = absolute(path)
+    if (
+        "." not in place.rstrip("/").rpartition("/")[2]
+    ):  # a directory: a bucket need not be asked, which takes time
+        return store_at(place), ""
+    store, name = locate(place)
     refuse_other_suffix(name, form)
     if form == "safetensors" and name.endswith(SUFFIX) and name != SUFFIX:
         return resolved(store)[0], name

@@ -17,6 +17,7 @@ from eformer._engine.record.digests import sha256_of, xxh3_128
 from eformer._engine.record.dtypes import pack_nibbles
 from eformer._engine.record.pieces import bounding, joined, piece_sizes, pieces, shifted
 from eformer._engine.saving.staging import released
+from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.pool import Countdown, run_all
 from eformer._engine.tasks.progress import SILENT
 
@@ -69,6 +70,8 @@ def write(
     """
     nbytes = sum(file.nbytes for file in files if not file.is_there)
     upload.nbytes = nbytes
+    if upload.takes != "files":  # a database may compress them
+        upload.require_room(sum(map(_least_bytes, files)))
     if nbytes <= block:
         threads = min(threads, len(files))  # a file of this size is one task
     run_all(_Writer(upload, block, staging, meter, header, at_source).tasks(files), threads)
@@ -131,6 +134,7 @@ class _Writer:
         """Write a file that is too small to share among threads."""
         sink = self.upload.create(file.name, file.nbytes)
         for task in self.extent_tasks(file, sink.write, self.meter):
+            interrupts.check()
             task()
         self.finish(file, sink)
 
@@ -165,6 +169,7 @@ class _Writer:
         written: list[tuple[Any, int]] = []
         at = len(file.header)
         for task in self.extent_tasks(file, lambda *call: written.append(call), meter):
+            interrupts.check()
             task()
             data, offset = written.pop()
             if offset > at:
@@ -222,6 +227,11 @@ def _counting(write: _Write, meter: Meter) -> _Write:
         meter.add(len(data))
 
     return count
+
+
+def _least_bytes(file: PlannedFile) -> int:
+    """Return the bytes that a file adds at least: the length of compressed chunks is not known yet."""
+    return 0 if file.is_there or any(extent.coding for extent in file.extents) else file.nbytes
 
 
 def _is_small(file: PlannedFile, block: int) -> bool:
@@ -321,6 +331,7 @@ def _write_pieces(
 def digests_of(extent: PlannedExtent, block: int, staging: Staging) -> Iterator[str]:
     """Yield the digests of the pieces of a box, each computed when it is asked for."""
     for group in _groups(extent, block, staging):
+        interrupts.check()
         boxes, held = staging.fetch(extent.source.boxes, bounding(group))
         try:
             for box in group:
@@ -366,6 +377,7 @@ def compute_sha256(sources: Sequence[Source], staging: Staging, threads: int) ->
 def elements_of(source: Source, staging: Staging) -> Iterator[memoryview]:
     """Read the elements of a leaf in their order, as bytes, a little at a time."""
     for box in pieces(source.shape, source.itemsize, staging.batch_bytes(source.parts)):
+        interrupts.check()
         with staging.reading(source, box) as array:
             yield bytes_of(array)
 

@@ -17,6 +17,10 @@ _NO_ANSWER = re.compile(
 )
 _STATUS = re.compile(r"status code: (\d+) ([\w ]*)")
 _PARTS = [re.compile(rf"<{name}>(.*?)</{name}>", re.DOTALL) for name in ("Code", "Message", "Details")]
+CALLS_THAT_READ = (
+    "load, open, inspect, verify, diff, steps, latest, report and serve need no permission to write"
+)
+_READING = ("read it", "look it up", "list it")
 _MOST_WORDS = 300  # of an answer in another form, such as the page of a proxy
 
 # Refusals that other permissions do not end.
@@ -101,7 +105,7 @@ def known_error(answer: str, bucket: str, where: str, to: str, *, is_refused: bo
     if is_refused or (status and status[1] in ("401", "403")):
         return PermissionError(
             f"{where}: permission denied: the server refuses to {to} ({in_words(answer)}); check the credentials and "
-            "what they may do here"
+            f"what they may do here{'' if to in _READING else f'; {CALLS_THAT_READ}'}"
         )
     return None
 

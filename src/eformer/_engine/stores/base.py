@@ -267,6 +267,9 @@ class Upload(Protocol):
     def announce(self) -> None:
         """Let other processes find the upload by its token."""
 
+    def require_room(self, nbytes: int) -> None:
+        """Raise OSError, before anything is written, if it is certain that so many bytes do not fit."""
+
     def create(self, name: str, nbytes: int) -> Sink:
         """Begin a file of known length, where `takes` is "ranges". A file that is never closed is removed with the
         upload."""

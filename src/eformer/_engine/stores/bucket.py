@@ -22,7 +22,7 @@ from eformer._engine.record.names import is_inside
 from eformer._engine.stores.base import Entry, SwapError, tidy_up
 from eformer._engine.stores.cache import CachedFiles
 from eformer._engine.stores.leases import LEASES, Leases, require_conditions
-from eformer._engine.stores.objects import PART_BYTES
+from eformer._engine.stores.objects import PART_BYTES, UnansweredError
 from eformer._engine.stores.virtual_files import UnchangingFiles
 from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.deadline import clearing_up, time_left
@@ -187,6 +187,7 @@ class BucketUpload:
         self.nbytes = 0  # a bucket has no page cache to spare
         self._stage: Literal["open", "asked", "committed", "closed"] = "open"  # asked: for a new index
         self._is_doubtful = False  # objects may arrive after this upload has ended
+        self._is_unanswered = False  # the server let a request of a cancelled save wait
         self._unpublished = None if token or save_id else _Unpublished(objects)
         self._leases: Leases | None = None
         if not token:
@@ -203,6 +204,9 @@ class BucketUpload:
 
     # --------------------------------------------------------------------------------------- write
 
+    def require_room(self, nbytes: int) -> None:
+        """A bucket has room for everything."""
+
     def create(self, name: str, nbytes: int) -> NoReturn:
         raise NotImplementedError("objects are sent from their beginning to their end; use stream")
 
@@ -215,7 +219,8 @@ class BucketUpload:
         elif self._unpublished:
             self._unpublished.send(key, chunks)
         else:
-            self._send(lambda: self._objects.stream(key, chunks).wait())
+            stream = self._objects.stream(key, chunks)
+            self._send(stream.wait, stream.may_appear)
 
     def put(self, files: Sequence[tuple[str, bytes]]) -> None:
         objects = [(self._start + name, data) for name, data in files]
@@ -240,12 +245,13 @@ class BucketUpload:
             return False
         return True
 
-    def _send(self, put: Callable[[], None]) -> None:
-        """Put objects. Remember that they may still arrive after an error."""
+    def _send(self, put: Callable[[], None], may_appear: Callable[[], bool] = lambda: True) -> None:
+        """Put objects. After an error, remember whether they may still appear."""
         try:
             put()
-        except BaseException:
-            self._is_doubtful = True
+        except BaseException as error:
+            self._is_doubtful |= may_appear()
+            self._is_unanswered |= isinstance(error, UnansweredError)
             raise
 
     def sync(self) -> None:
@@ -267,7 +273,8 @@ class BucketUpload:
             change = self._swapped(commit, store)
         except BaseException:
             if not commit.may_be_committed():
-                self._withdraw()
+                with clearing_up():
+                    self._withdraw()
             raise
         tidy_up(change, store, self, self._finish)
 
@@ -342,7 +349,10 @@ class BucketUpload:
         # bars this save in the index and removes its objects.
         is_over = self._stage == "committed" or (self._stage == "open" and not self._is_doubtful)
         try:
-            with suppress(OSError), clearing_up():  # the next save removes the rest
+            with (
+                suppress(OSError),
+                clearing_up(is_urgent=self._is_unanswered),
+            ):  # the next save removes the rest
                 if self._unpublished:
                     self._unpublished.cancel()
                 self._withdraw()

@@ -5,7 +5,8 @@ relative to the descriptor, so swapping a directory on the path cannot redirect 
 link and crosses no mount. Readers may cross mounts, and may follow a link that ends below the directory or in the
 blobs of a cache of Hugging Face.
 
-Tests: tests/engine/stores/test_directory.py, tests/engine/stores/test_links.py, tests/engine/stores/test_neighbours.py.
+Tests: tests/engine/stores/test_directory.py, tests/engine/stores/test_links.py, tests/engine/stores/test_neighbours.py,
+tests/faults/test_read_only.py.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import logging
 import os
 import stat
 import sys
+import time
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from eformer._engine.record.names import is_inside
-from eformer._engine.tasks.interrupts import let_through
+from eformer._engine.stores.answers import CALLS_THAT_READ
+from eformer._engine.tasks import interrupts
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -44,6 +47,8 @@ _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 _PERHAPS_A_LINK = {errno.ELOOP, errno.ENOTDIR}
 # Errors of opening a socket: the second is that of macOS.
 _A_SOCKET = {errno.ENXIO, errno.EOPNOTSUPP}
+# Errors of writing without permission, or to a file system that is mounted read-only.
+_READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
 # Errors of paths that do not exist.
 _NO_SUCH_PATH = {*_PERHAPS_A_LINK, errno.ENAMETOOLONG}
 
@@ -146,16 +151,27 @@ class Directory:
 
     def create(self, name: str, flags: int = os.O_WRONLY) -> int:
         """Create a file and return its descriptor. Raise FileExistsError if the name is taken."""
-        return os.open(_checked(name, self.where), flags | _CREATE, 0o666, dir_fd=self.descriptor)
+        try:
+            return os.open(_checked(name, self.where), flags | _CREATE, 0o666, dir_fd=self.descriptor)
+        except OSError as error:
+            self._explain(error)
+            raise
 
     def make(self, name: str, *, usable: bool = False) -> None:
         """Make a directory. With `usable`, its owner can enter it and write to it, whatever the umask says."""
         try:
             os.mkdir(_checked(name, self.where), dir_fd=self.descriptor)
         except OSError as error:  # the error of the system has only the name, not the path
+            self._explain(error)
             raise OSError(error.errno, error.strerror, str(self.path / name)) from error
         if usable and (status := self.status(name)) and status.st_mode & 0o700 != 0o700:
             set_mode(self, name, stat.S_IMODE(status.st_mode) | 0o700)
+
+    def _explain(self, error: OSError) -> None:
+        """Raise an error that says which calls work here, if this user cannot write to the directory."""
+        if error.errno in _READ_ONLY:
+            said = f"{error.strerror}: this user cannot write here; {CALLS_THAT_READ}"
+            raise OSError(error.errno, said, str(self.path)) from None
 
     def link(self, name: str, target: Path | str) -> None:
         """Hard-link a file into this directory. The caller compares the new link with the file that it meant."""
@@ -599,7 +615,10 @@ def lock(descriptor: int, *, shared: bool = False) -> None:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)  # nearly always free
         except BlockingIOError:
             # The caller closes the descriptor after any error, which releases the lock.
-            let_through(partial(fcntl.flock, descriptor, kind))
+            if interrupts.given_up.get():  # only a signal would interrupt the call of the system
+                interrupts.wait_until(partial(_is_locked_after, descriptor, kind))
+            else:
+                interrupts.let_through(partial(fcntl.flock, descriptor, kind))
         _locked[descriptor] = os.fstat(descriptor)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
@@ -607,6 +626,15 @@ def lock(descriptor: int, *, shared: bool = False) -> None:
         logger.debug(
             "this file system has no locks; do not save to one directory from several processes at once"
         )
+
+
+def _is_locked_after(descriptor: int, kind: int, seconds: float | None) -> bool:
+    """Wait, and tell whether the lock could be taken then."""
+    time.sleep(seconds or 0)
+    with suppress(BlockingIOError):
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 def try_lock(descriptor: int) -> None:

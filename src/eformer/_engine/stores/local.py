@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections import Counter
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -162,6 +163,21 @@ def usage(store: Store, names: Sequence[str]) -> dict[str, int]:
                     seen.add(identity)
                     found[name] += status.st_size
     return found
+
+
+def freed_by_removal(store: Store, names: Sequence[str]) -> int:
+    """Return the bytes that a removal of files and directories frees. A file that also has a name elsewhere stays."""
+    if (place := on_disk(store)) is None:
+        return sum(usage(store, names).values())
+    nbytes, links = 0, Counter[tuple[int, int]]()
+    for name in names:
+        with suppress(FileNotFoundError):  # another process removes it meanwhile
+            for status in _statuses(place / name):
+                identity = (status.st_dev, status.st_ino)
+                links[identity] += 1
+                if stat.S_ISREG(status.st_mode) and links[identity] == status.st_nlink:
+                    nbytes += status.st_size
+    return nbytes
 
 
 def _statuses(top: Path) -> Iterator[os.stat_result]:

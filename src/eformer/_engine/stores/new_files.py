@@ -6,15 +6,18 @@ Tests: tests/engine/stores/test_local.py, tests/faults/test_power.py.
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import sys
 import threading
+import time
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from eformer._engine.record.text import size
 from eformer._engine.stores.directory import (
     FILE,
     Closing,
@@ -32,6 +35,7 @@ from eformer._engine.stores.durable import (
     write_past_cache,
 )
 from eformer._engine.stores.scratch import Scratch
+from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.memory import available_memory
 from eformer._engine.tasks.pool import default_threads, run_all
 from eformer.errors import FormatError
@@ -56,6 +60,11 @@ _SYNCED_BY_SYNCFS = {0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x7
 _WARM_PART = 1 / 8
 _SMALL_SAVE = 64 * 2**20  # bytes; up to here a save stays in the page cache, whatever the machine has
 
+# File systems on which a byte takes a byte: ext2-4, xfs, tmpfs. Others compress, or share equal blocks.
+_UNCOMPRESSED = {0xEF53, 0x58465342, 0x01021994}
+
+_REMOVING = 0.25  # seconds in which a removal that is under way frees room
+
 # Directories that are open together while small files are written.
 _MOST_OPEN = 8
 
@@ -74,6 +83,21 @@ class NewFiles(Scratch):
         self._made: set[str] = set()
         self._files: list[NewFile] = []
         super().__init__(directory, token, may_be_new=may_be_new)
+
+    def require_room(self, nbytes: int) -> None:
+        """Raise OSError if the file system has less room. Wait while the room grows: a removal may be under way."""
+        free = _free_bytes(self.data.descriptor)
+        while free is not None and nbytes > free:
+            before = free
+            time.sleep(_REMOVING)
+            interrupts.check()
+            if (free := _free_bytes(self.data.descriptor)) is not None and free <= before:
+                raise OSError(
+                    errno.ENOSPC,
+                    f"{os.strerror(errno.ENOSPC)}: this save writes {size(nbytes)}, and {size(free)} are free. Remove "
+                    "old checkpoints, or save to another disk",
+                    str(self._directory),
+                )
 
     def create(self, name: str, nbytes: int) -> NewFile:
         if self.nbytes > _SMALL_SAVE and not self._files:
@@ -269,13 +293,29 @@ def _reports_errors_of_syncfs() -> bool:
 _IS_RELIABLE = _reports_errors_of_syncfs()
 
 
+def _kind_of_file_system(descriptor: int) -> int | None:
+    """Return the number of the kind of a file system, on Linux."""
+    status = (ctypes.c_long * 32)()
+    if sys.platform != "linux" or not _fstatfs or _fstatfs(descriptor, status):
+        return None
+    return int(status[0] & 0xFFFFFFFF)
+
+
+def _free_bytes(descriptor: int) -> int | None:
+    """Return the room on a file system for this user; None if files may take less room than their lengths, or if the
+    room is unknown."""
+    if _kind_of_file_system(descriptor) not in _UNCOMPRESSED:
+        return None
+    status = os.fstatvfs(descriptor)
+    return (
+        status.f_frsize * (status.f_bavail if os.geteuid() else status.f_bfree) if status.f_blocks else None
+    )
+
+
 def _syncfs(descriptor: int) -> bool:
     """Flush the whole file system with syncfs, which is much faster than syncing many files one by one. Return False
     where syncfs is not reliable."""
-    if not (_IS_RELIABLE and _fstatfs and _sync_all):
-        return False
-    status = (ctypes.c_long * 32)()
-    if _fstatfs(descriptor, status) or status[0] & 0xFFFFFFFF not in _SYNCED_BY_SYNCFS:
+    if not (_IS_RELIABLE and _sync_all and _kind_of_file_system(descriptor) in _SYNCED_BY_SYNCFS):
         return False
     if _sync_all(descriptor):
         error = ctypes.get_errno()

@@ -13,6 +13,7 @@ import threading
 import time
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -40,6 +41,9 @@ _AT_ONCE = 32  # small requests
 _KEYS_A_DELETE = 1000
 _MOST_READS = 8  # reads of an object that is replaced all the time
 _MOST_SWAPS = 8  # tries to replace an object, while the result of the last one is not known
+# Seconds that a request may still take in work that is given up. A write that is answered can be undone; after a write
+# that is cancelled, the object may appear at any time.
+_GIVEN_UP = 10.0
 # An ETag and a generation that no object has.
 _WRONG = '"00000000000000000000000000000000"\n999999999999999999'
 
@@ -327,7 +331,11 @@ class _Request:
         """Wait for the result, `limit` seconds at most. Cancel the request if the wait ends early."""
         try:
             with cancelled_with_others(future.cancel):
-                return interrupts.result_of(future, limit)
+                return interrupts.result_of(future, limit, grace=_GIVEN_UP)
+        except interrupts.StoppedError as error:
+            if future.cancel():
+                raise UnansweredError(f"{error}; {self.slow()}") from None
+            raise  # the pieces of an upload have ended with this error
         except TimeoutError:
             if future.cancel():
                 raise self.slow() from None
@@ -391,8 +399,13 @@ class Stream:
         self, request: _Request, send: Callable[[Iterator[Any]], object], chunks: Iterable[Any]
     ) -> None:
         self._request, self._future = request, Future[None]()
+        self._has_all = False
+        # In the context of the caller, whose work may be given up.
         threading.Thread(
-            target=self._carry_out, args=(send, self._checked(chunks)), name="eformer-upload", daemon=True
+            target=copy_context().run,
+            args=(self._carry_out, send, self._checked(chunks)),
+            name="eformer-upload",
+            daemon=True,
         ).start()
 
     def _carry_out(self, send: Callable[[Iterator[Any]], object], chunks: Iterator[Any]) -> None:
@@ -408,9 +421,12 @@ class Stream:
     def _checked(self, chunks: Iterable[Any]) -> Iterator[Any]:
         """Yield the pieces. Raise if the upload is cancelled, so that no object appears."""
         for chunk in chunks:
+            interrupts.check()
             if self._future.cancelled():
                 break
             yield chunk
+        interrupts.check()
+        self._has_all = True  # first: `may_appear` is asked after `cancel`
         if self._future.cancelled():
             raise InterruptedError("the upload was cancelled")
 
@@ -426,8 +442,16 @@ class Stream:
         if self._future.done():
             self.wait()
 
+    def may_appear(self) -> bool:
+        """Tell, after an error, whether the object may still appear: its end was sent."""
+        return self._has_all
+
     def cancel(self) -> None:
         self._future.cancel()
+
+
+class UnansweredError(interrupts.StoppedError, TimeoutError):
+    """A request of work that is given up, which the server has not answered in time."""
 
 
 class _RefusedError(Exception):

@@ -90,7 +90,7 @@ def list_arrays(directory: Path) -> list[str]:
     """List the paths of the zarr arrays in a database, which any program may have written."""
     import tensorstore as ts
 
-    base = {"driver": "file", "path": f"{directory}/"}
+    base = {"driver": "file", "path": f"{os.path.realpath(directory)}/"}  # TensorStore refuses dots
     try:
         keys = ts.KvStore.open({"driver": "ocdbt", "base": base}).result().list().result()
     except ValueError as error:

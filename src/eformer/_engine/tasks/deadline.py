@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+from eformer._engine.tasks.interrupts import given_up
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -42,20 +44,21 @@ def within(seconds: float | None, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def clearing_up() -> Iterator[None]:
+def clearing_up(*, is_urgent: bool = False) -> Iterator[None]:
     """Give the block after an error a time of its own, whatever the deadline was: a second after Ctrl-C or a timeout, a
-    minute after any other error.
+    minute after any other error, unless that `is_urgent`. The block is not stopped if the work was given up.
 
     The deadline may be over already, and then every request of the clearing up would fail: it replaces the deadline.
     """
-    error = sys.exc_info()[0]
+    error, stop = sys.exc_info()[0], given_up.set(None)
     # KeyboardInterrupt and SystemExit are no `Exception`.
-    is_urgent = error is not None and (issubclass(error, TimeoutError) or not issubclass(error, Exception))
+    is_urgent |= error is not None and (issubclass(error, TimeoutError) or not issubclass(error, Exception))
     token = _at.set((time.monotonic() + (_URGENT if is_urgent else _AFTERWARDS), "the time for clearing up"))
     try:
         yield
     finally:
         _at.reset(token)
+        given_up.reset(stop)
 
 
 def time_left(most: float | None = None) -> float | None:

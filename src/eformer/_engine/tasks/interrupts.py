@@ -35,8 +35,43 @@ _SIGINT = int(signal.SIGINT)
 # SIGTERM and SIGHUP end a program without any Python code running, unless it has a handler for them.
 _HELD_BACK = (_SIGINT, int(signal.SIGTERM), int(signal.SIGHUP))
 
-given_up: ContextVar[threading.Event | None] = ContextVar("eformer_given_up", default=None)
-"""Set when the caller has given up the work of this context: a `save_async` that was interrupted returned no handle."""
+
+class StoppedError(Exception):
+    """Raised by `check` in work that its caller has cancelled."""
+
+    __repr__ = Exception.__str__  # for the messages of other processes
+
+
+class Stop:
+    """Asks the work of a context to stop, until the work passes the point from which it goes on to its end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_too_late = False
+        self._asked: tuple[BaseException, float] | None = None
+
+    def ask(self, error: BaseException) -> bool:
+        """Let `check` raise an error like this one in the work. Return False if it is too late."""
+        with self._lock:
+            if not self._is_too_late and self._asked is None:
+                self._asked = (error, time.monotonic())
+            return self._asked is not None
+
+    def close(self) -> BaseException | None:
+        """Let the work go on to its end, unless it was asked to stop. Return the error that was asked for."""
+        with self._lock:
+            self._is_too_late = self._asked is None
+            return self._asked[0] if self._asked else None
+
+    def check(self, grace: float = 0.0) -> None:
+        """Raise the error if the work was asked to stop at least `grace` seconds ago."""
+        if (asked := self._asked) and time.monotonic() - asked[1] >= grace:
+            raise type(asked[0])(*asked[0].args)  # a new one, because several threads raise it
+
+
+given_up: ContextVar[Stop | None] = ContextVar("eformer_given_up", default=None)
+"""Asks the work of this context to stop: `Pending.cancel` was called, or a `save_async` that was interrupted returned
+no handle."""
 
 
 class held_back:  # noqa: N801
@@ -150,27 +185,37 @@ def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def check() -> None:
-    """Raise KeyboardInterrupt if a Ctrl-C was noted, or if the work was given up."""
+def check(grace: float = 0.0) -> None:
+    """Raise KeyboardInterrupt if a Ctrl-C was noted. Raise the error of a `Stop` that was asked for at least `grace`
+    seconds ago."""
     if (block := _here()) and block._noted is not None:
         block.hand_on()
-    if (event := given_up.get()) and event.is_set():
-        raise KeyboardInterrupt("the call that began this work was interrupted")
+    if stop := given_up.get():
+        stop.check(grace)
 
 
-def wait_until(until: Callable[[float | None], T], timeout: float | None = None) -> T:
-    """Call `until(seconds)` until it returns something true, for at most `timeout` seconds; notice a Ctrl-C meanwhile.
+def go_on_to_the_end() -> None:
+    """Raise like `check`. If nothing is raised, this work can no longer be given up."""
+    check()
+    if stop := given_up.get():
+        stop.close()
+        stop.check()  # it may have been asked for in between
 
-    Outside of a block, and in other threads, one call waits for the whole time: no signal is held back there.
+
+def wait_until(until: Callable[[float | None], T], timeout: float | None = None, *, grace: float = 0.0) -> T:
+    """Call `until(seconds)` until it returns something true, for at most `timeout` seconds. Notice a Ctrl-C meanwhile,
+    and work that is given up for at least `grace` seconds.
+
+    Elsewhere one call waits for the whole time: in other threads no signal is held back.
     """
-    if _here() is None:
+    if not _can_be_stopped():
         return until(timeout)
     end = None if timeout is None else time.monotonic() + timeout
     while True:
         left = _POLL if end is None else min(_POLL, max(0.0, end - time.monotonic()))
         if (found := until(left)) or (end is not None and time.monotonic() >= end):
             return found
-        check()
+        check(grace)
 
 
 def let_through(call: Callable[[], T]) -> T:
@@ -215,18 +260,25 @@ def is_of_caller(error: BaseException) -> bool:
     return getattr(error, _MARK, False) is True
 
 
-def result_of(future: futures.Future[T], timeout: float | None = None) -> T:
-    """Wait for a future and return its result; notice a Ctrl-C meanwhile."""
-    if _here() is None:
+def result_of(future: futures.Future[T], timeout: float | None = None, *, grace: float = 0.0) -> T:
+    """Wait for a future and return its result, like `wait_until`."""
+    if not _can_be_stopped():
         return future.result(timeout)
-    wait_for_all([future], timeout)
+    wait_for_all([future], timeout, grace=grace)
     return future.result(0)
 
 
-def wait_for_all(waited_for: Iterable[futures.Future[Any]], timeout: float | None = None) -> None:
-    """Wait for futures, for at most `timeout` seconds; notice a Ctrl-C meanwhile."""
+def wait_for_all(
+    waited_for: Iterable[futures.Future[Any]], timeout: float | None = None, *, grace: float = 0.0
+) -> None:
+    """Wait for futures, like `wait_until`."""
     several = list(waited_for)
-    wait_until(lambda seconds: not futures.wait(several, seconds).not_done, timeout)
+    wait_until(lambda seconds: not futures.wait(several, seconds).not_done, timeout, grace=grace)
+
+
+def _can_be_stopped() -> bool:
+    """Tell whether this thread receives signals, or its work can be given up."""
+    return _here() is not None or given_up.get() is not None
 
 
 def _here() -> held_back | None:

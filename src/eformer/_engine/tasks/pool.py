@@ -9,13 +9,16 @@ from collections.abc import Sized
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.forks import Lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+
+
+T = TypeVar("T")
 
 
 def default_threads() -> int:
@@ -87,6 +90,34 @@ def cancelled_with_others(cancel: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         work.forget(cancel)
+
+
+class Later(Generic[T]):
+    """The result of a function that runs in a thread of its own, which does not keep the program from ending."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._found: T
+        self._error: BaseException | None = None
+        run = copy_context().run
+        self._thread = threading.Thread(
+            target=run, args=(self._run, function), name="eformer-later", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, function: Callable[[], T]) -> None:
+        try:
+            self._found = function()
+        except BaseException as error:  # noqa: BLE001  raised by `result`
+            self._error = error
+
+    def result(self) -> T:
+        """Wait for the function, and return its result or raise its error."""
+        while self._thread.is_alive():
+            interrupts.check()
+            self._thread.join(0.05)
+        if self._error is not None:
+            raise self._error
+        return self._found
 
 
 class Countdown:
@@ -215,7 +246,7 @@ class _Work:
     def watch(self, cancel: Callable[[], object]) -> None:
         with self.watching:
             self.cancels.append(cancel)
-            is_late = self.error is not None
+            is_late = self.cancels_others(self.error)
         if is_late:
             cancel()
 
@@ -223,10 +254,16 @@ class _Work:
         with self.watching:
             self.cancels.remove(cancel)
 
+    @staticmethod
+    def cancels_others(error: BaseException | None) -> bool:
+        """Tell whether an error ends the waits of other tasks at once. Work that is given up ends them itself: a
+        request that is answered in time leaves nothing behind."""
+        return error is not None and not isinstance(error, interrupts.StoppedError)
+
     def fail(self, error: BaseException) -> None:
         with self.watching:  # not the lock of the tasks: it is held while the iterable makes the next one
             self.error, cancels = self.error or error, list(self.cancels)
-        for cancel in cancels:
+        for cancel in cancels if self.cancels_others(error) else ():
             cancel()
         if self.on_error:
             self.on_error()

@@ -14,15 +14,17 @@ from eformer._engine.record.boxes import Box
 from eformer._engine.record.dtypes import floating_dtype, is_floating
 from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.manifest import UNREADABLE, parse_structure
-from eformer._engine.record.names import join_name, split_name
+from eformer._engine.record.names import join_name, names_below, refuse_root, resolve, split_name
 from eformer._engine.record.planned import Source
 from eformer._engine.record.rename import Renamed, Rule, apply, refuse_transformed_keys
+from eformer._engine.record.structure import part_below, with_names
 from eformer._engine.record.text import count, few, glance, shortened, size
 from eformer._engine.record.values import LeftToCode, value_from_json
 from eformer._engine.tools.sequential_writers import has_sequences, renamed_in_npz, require_structure
+from eformer.errors import MismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from eformer._engine.record.planned import LazyArray
     from eformer._engine.tools.view import View
@@ -115,19 +117,27 @@ class ConvertedTree:
         return {name: value_from_json(value) for name, value in self.raw_values.items()}
 
 
-def plan_tree(view: View, rules: list[Rule] | None, dtype: Any, target: TargetFormat) -> ConvertedTree:
+@dataclass(frozen=True, slots=True)
+class LeafChoice:
+    """The leaves to convert: below `root`, renamed by `rules`, and then those that `keys` name; None for all."""
+
+    root: str | None = None
+    rules: list[Rule] | None = None
+    keys: Sequence[str] | None = None
+
+
+def plan_tree(view: View, choice: LeafChoice, dtype: Any, target: TargetFormat) -> ConvertedTree:
     """Plan the conversion of one tree: names, dtypes, structure, and notes on losses in the target format."""
     tree = view.tree
     cast = None if dtype is None else floating_dtype(dtype)
     arrays = {name: StoredLeaf(view, name, entry) for name, entry in tree.leaves.items()}
     values = tree.raw_values
-    structure = parse_structure(tree.structure)
-    if rules is None:
+    if choice == LeafChoice():
         sources = [_source(name, array, cast) for name, array in arrays.items()]
-        converted = ConvertedTree(view, sources, values, structure)
+        converted = ConvertedTree(view, sources, values, parse_structure(tree.structure))
     else:
-        converted = _rename_tree(view, apply(rules, arrays, list(values)), values, cast)
-    if isinstance(structure, dict) and UNREADABLE in structure and rules is None:
+        converted = _select(view, arrays, choice, cast)
+    if isinstance(converted.structure, dict) and UNREADABLE in converted.structure:
         converted.structure, _ = nested_dicts({name: split_name(name) for name in [*arrays, *values]})
         converted.notes.append("the structure cannot be read; the result is nested dicts by the names")
     if target in ("npz", "msgpack", "orbax"):
@@ -136,6 +146,58 @@ def plan_tree(view: View, rules: list[Rule] | None, dtype: Any, target: TargetFo
         _leave_out_functions(converted, target)
     converted.notes += _losses(converted, target)
     return converted
+
+
+def _select(
+    view: View, arrays: Mapping[str, LazyArray], choice: LeafChoice, cast: str | None
+) -> ConvertedTree:
+    """Plan the conversion of some leaves, or of all under other names."""
+    raw, root = view.tree.raw_values, choice.root
+    names = {name: name for name in (*arrays, *raw)} if root is None else names_below([*arrays, *raw], root)
+    if not names and root is not None:
+        refuse_root([*arrays, *raw], root)
+    if choice == LeafChoice(root) and (
+        part := part_below(parse_structure(view.tree.structure), root or "", names)
+    ):
+        return _part_tree(view, arrays, names, *part, cast)
+    below = {names[name]: array for name, array in arrays.items() if name in names}
+    values = {names[name]: value for name, value in raw.items() if name in names}
+    renamed = apply(choice.rules or [], below, list(values))
+    if choice.keys is not None:
+        _keep_only(renamed, choice.keys)
+    converted = _rename_tree(view, renamed, values, cast)
+    whole = {new: old for old, new in names.items()}
+    converted.old_names = {new: whole[old] for new, old in converted.old_names.items()}
+    converted.kept = [] if choice.rules is None else converted.kept
+    return converted
+
+
+def _part_tree(
+    view: View,
+    arrays: Mapping[str, LazyArray],
+    names: Collection[str],
+    part: Any,
+    depth: int,
+    cast: str | None,
+) -> ConvertedTree:
+    """Plan the conversion of a subtree in its own structure."""
+    new = {name: join_name(split_name(name)[depth:]) for name in names}
+    return ConvertedTree(
+        view,
+        [_source(new[name], array, cast) for name, array in arrays.items() if name in new],
+        {new[name]: value for name, value in view.tree.raw_values.items() if name in new},
+        with_names(part, new),
+        old_names={name: old for old, name in new.items()},
+    )
+
+
+def _keep_only(renamed: Renamed, keys: Sequence[str]) -> None:
+    """Drop all leaves that `keys` do not name. Raise MismatchError for keys that find no leaf."""
+    chosen, problems = resolve(keys, [*renamed.arrays, *renamed.plain.values()])
+    if problems:
+        raise MismatchError(problems, context="keys")
+    renamed.arrays = {name: array for name, array in renamed.arrays.items() if name in chosen}
+    renamed.plain = {old: new for old, new in renamed.plain.items() if new in chosen}
 
 
 def _leave_out_functions(tree: ConvertedTree, target: TargetFormat) -> None:
@@ -172,7 +234,7 @@ def _rename_tree(view: View, renamed: Renamed, values: dict[str, Any], cast: str
         [_source(final[name], array, cast) for name, array in renamed.arrays.items()],
         {final[new]: values[old] for old, new in renamed.plain.items()},
         structure,
-        {final[name]: text for name, text in renamed.transforms.items()},
+        {final[name]: text for name, text in renamed.transforms.items() if name in final},
         {final[new]: old for old, new in renamed.plain.items()},
     )
     converted.kept = renamed.kept

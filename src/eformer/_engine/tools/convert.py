@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -17,6 +18,7 @@ import msgspec
 from eformer._engine.formats.find import look_at
 from eformer._engine.formats.others.peft import CONFIG, WEIGHTS, with_config
 from eformer._engine.formats.quantized import check_dequant
+from eformer._engine.formats.run_steps import path_of_step
 from eformer._engine.formats.safetensors.names import SUFFIX, refuse_other_suffix
 from eformer._engine.processes.hosts import Hosts
 from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
@@ -37,7 +39,14 @@ from eformer._engine.tasks.progress import metered
 from eformer._engine.tasks.turns import turns
 from eformer._engine.tools import sequential_writers
 from eformer._engine.tools.adapter import plan_adapter
-from eformer._engine.tools.conversion import Conversion, ConvertedTree, TargetFormat, plan_tree, summarize
+from eformer._engine.tools.conversion import (
+    Conversion,
+    ConvertedTree,
+    LeafChoice,
+    TargetFormat,
+    plan_tree,
+    summarize,
+)
 from eformer._engine.tools.orbax_writer import plan_orbax, write_checkpoint_metadata, write_tree
 from eformer._engine.tools.view import View
 from eformer._version import __version__
@@ -47,6 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from eformer._engine.formats.found import Found
+    from eformer._engine.formats.run_steps import StepChoice
     from eformer._engine.record.planned import Source
     from eformer._engine.record.rename import RenameRules
     from eformer._engine.stores.base import Store
@@ -68,7 +78,10 @@ def convert(
     destination: str | os.PathLike[str],
     *,
     to: TargetFormat | None = None,
+    step: StepChoice = None,
     prefix: str | None = None,
+    root: str | None = None,
+    keys: str | Iterable[str] | None = None,
     rename: RenameRules | None = None,
     dtype: Any = None,
     config: Mapping[str, Any] | None = None,
@@ -87,7 +100,11 @@ def convert(
 
     to               the target format: "safetensors", "zarr", "msgpack", "npz", "peft" or "orbax"; may be left out if
                      the suffix of the destination names it
+    step             of a run: the number of another step than the newest, or "best", see `load`
     prefix           convert this tree alone, and store it without a prefix; None converts all trees
+    root             name of a subtree, such as "params", to convert as the whole checkpoint
+    keys             names of leaves or subtrees to convert, or patterns such as "layers.*.bias"; after `rename`. With
+                     `keys` or `rename`, the result is nested dicts by the names of the leaves
     rename           rules: a file, their text, a dict {pattern: "new name | step"}, pairs or lines; see
                      `docs/guides/renaming.md`
     dtype            cast floating leaves to this dtype
@@ -105,6 +122,7 @@ def convert(
     Example:
 
         >>> convert("run/step-100", "out", to="safetensors", dtype="bf16")
+        >>> convert("run", "params.safetensors", step=100, root="params")
         >>> convert("model.msgpack", "model.safetensors", dry_run=True).notes
         ('the source has no digests: its bytes could be read, but not checked',)
     """
@@ -114,8 +132,9 @@ def convert(
         raise ValueError(f"config= is for to='peft', and the target is {target}")
     check_dequant(dequant)
     rules = None if rename is None else rules_from(rename) or None
+    names = None if keys is None else (keys,) if isinstance(keys, str) else tuple(keys)
     with ExitStack() as stack:
-        found, views = _open(source, prefix, stack)
+        found, views = _open(source, step, prefix, stack)
         left_out = found.left_out(prefix)
         if left_out and not allow_missing:
             number = count(len(left_out), "file")
@@ -123,14 +142,15 @@ def convert(
                 f"{os.fspath(source)}: {number} would be lost, which may hold leaves: {few(left_out)}. Pass "
                 "allow_missing=True to convert the rest"
             )
-        trees = {name: plan_tree(view, rules, dtype, target) for name, view in views.items()}
+        choice = LeafChoice(root, rules, names)
+        trees = {name: plan_tree(view, choice, dtype, target) for name, view in views.items()}
         if dequant is None:
             _require_numbers(found, trees.values())
         _check(trees, target, place.name, max_shard_bytes)
         if target == "peft":
             (tree,) = trees.values()
             plan_adapter(tree, config or {}, rules)
-        conversion = summarize(source, destination, target, trees, left_out)
+        conversion = summarize(source if step is None else found.path, destination, target, trees, left_out)
         budget = _budget(memory, trees, target)
         if not dry_run:
             place.require_free(conversion.nbytes)
@@ -162,7 +182,7 @@ def _target_format(name: str, to: TargetFormat | None) -> TargetFormat:
 
 
 def _open(
-    source: str | os.PathLike[str], prefix: str | None, stack: ExitStack
+    source: str | os.PathLike[str], step: StepChoice, prefix: str | None, stack: ExitStack
 ) -> tuple[Found, dict[str, View]]:
     """Open the trees to convert, by the prefixes that they will have."""
 
@@ -170,7 +190,7 @@ def _open(
         old_prefixes = {"": prefix} if prefix is not None else {name: name for name in found.trees}
         return found, {name: stack.enter_context(View(found, old)) for name, old in old_prefixes.items()}
 
-    return look_at(source, opened)
+    return look_at(source, opened, choose=partial(path_of_step, step=step))
 
 
 # ------------------------------------------------------------------------------------------- planning

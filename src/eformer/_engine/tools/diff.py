@@ -70,7 +70,7 @@ class ChangedLeaf:
         if self.share is not None:
             parts.append(
                 f"largest difference {self.largest:.3g}, mean {self.mean:.3g}, "
-                f"in {self.share:.3%} of the elements"
+                f"in {100 * self.share:.5g}% of the elements"
             )
         return ": ".join(filter(None, parts))
 
@@ -149,7 +149,7 @@ def diff(
         >>> found.same
         False
         >>> print(found.changed[0])
-        params.w: float32[8, 4]: largest difference 1, mean 1, in 100.000% of the elements
+        params.w: float32[8, 4]: largest difference 1, mean 1, in 100% of the elements
     """
     return reread_all([a, b], lambda found: _compared(str(a), str(b), _pairs(found, prefix), progress))
 

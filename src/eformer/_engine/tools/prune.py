@@ -23,6 +23,7 @@ from eformer._engine.formats.others.orbax_metadata import (
     TREE_METADATA,
 )
 from eformer._engine.formats.others.orbax_reader import AGGREGATE
+from eformer._engine.formats.run_steps import Step, found_of, is_foreign
 from eformer._engine.formats.safetensors.names import INDEX_SUFFIX, SUFFIX, split_shard
 from eformer._engine.formats.steps import CHECKPOINTER_FILE, MARKS, RUN_FILE, is_removed
 from eformer._engine.formats.zarr.read import FOREIGN as ARRAYS
@@ -36,12 +37,11 @@ from eformer._engine.record.values import parse_json
 from eformer._engine.record.zarray import ZARRAY
 from eformer._engine.runs import retention
 from eformer._engine.runs.removed import remember_metrics
-from eformer._engine.runs.steps import Step, found_of, is_foreign
 from eformer._engine.stores.base import read_whole, remove_files
 from eformer._engine.stores.checkpoints import sweep
 from eformer._engine.stores.durable import SCRATCH
 from eformer._engine.stores.leases import LEASES, ids_in
-from eformer._engine.stores.local import is_there, on_disk, usage
+from eformer._engine.stores.local import freed_by_removal, is_there, on_disk, usage
 from eformer._engine.stores.locate import store_at
 from eformer._engine.stores.ocdbt import DATABASE_MANIFEST
 from eformer._engine.stores.removal import DATABASE_MARK, PROCESS_RECORD
@@ -98,6 +98,7 @@ class Pruned:
                   of the checkpoint
     scores        removed score files whose checkpoint no longer exists
     nbytes        the bytes of the removed checkpoints
+    freed         the bytes that this frees: files that are linked into checkpoints that stay are not freed
 
     Example:
 
@@ -114,6 +115,7 @@ class Pruned:
     other_files: dict[str, tuple[str, ...]] = field(default_factory=dict)
     scores: tuple[str, ...] = ()
     planned: dict[str, _Planned] = field(default_factory=dict, repr=False)  # of `removed`
+    freed: int = 0
 
 
 @uninterrupted
@@ -220,7 +222,8 @@ def plan_removal(
         name: files for name, one in planned.items() if (files := _other_files(others[name], one.files))
     }
     scores, nbytes = (*retention.orphaned_scores(store),), sum(sizes.values())
-    return Pruned(store.url, (*planned,), (*stay,), left, nbytes, other_files, scores, planned)
+    freed = nbytes if on_disk(store) is None else freed_by_removal(store, [*identities])
+    return Pruned(store.url, (*planned,), (*stay,), left, nbytes, other_files, scores, planned, freed)
 
 
 def _nothing_to_prune(store: Store, pattern: str | None, left: Mapping[str, str]) -> NotFoundError:
@@ -351,6 +354,7 @@ def remove_planned(plan: Pruned) -> Pruned:
     out: a checkpoint stays if a reader of a bucket holds it, or if it contains a mount point.
     """
     store, held, removed = store_at(plan.directory), dict[str, str](), list[str]()
+    is_bucket, freed = on_disk(store) is None, 0
     there = store.kinds()
     if RUN_FILE in there:
         numbers = {name: step_number(name) for name in plan.planned}
@@ -361,9 +365,11 @@ def remove_planned(plan: Pruned) -> Pruned:
         for name, planned in plan.planned.items():
             with suppress(FileNotFoundError):  # the run has removed it
                 _refuse_new_files(store, name, planned.files)
+                nbytes = planned.nbytes if is_bucket else freed_by_removal(store, [name])  # by the links left
                 if why := retention.remove_step(store, name, planned.identity):
                     held[name] = why
                     continue
+                freed += nbytes
             removed.append(name)
             signature = signature_name(name)  # only of a file: the signature of a directory lies in it
             is_signed = there.get(name) == there.get(signature) == "file"
@@ -371,7 +377,7 @@ def remove_planned(plan: Pruned) -> Pruned:
     finally:  # also after a failed removal, which may leave files
         _sweep(store, removed, () if on_disk(store) else plan.kept)
     nbytes = sum(plan.planned[name].nbytes for name in removed)
-    return replace(plan, removed=tuple(removed), left=plan.left | held, nbytes=nbytes)
+    return replace(plan, removed=tuple(removed), left=plan.left | held, nbytes=nbytes, freed=freed)
 
 
 def _refuse_new_files(store: Store, name: str, planned: Collection[str]) -> None:

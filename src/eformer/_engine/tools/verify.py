@@ -16,12 +16,12 @@ from eformer._engine.formats.find import (
 )
 from eformer._engine.formats.others.orbax import inside_run
 from eformer._engine.formats.process_records import unreadable
+from eformer._engine.formats.run_steps import path_of_step, steps
 from eformer._engine.formats.steps import is_of_orbax, is_run, steps_in
 from eformer._engine.loading.fetch import check_pieces
 from eformer._engine.loading.read_plan import Want
 from eformer._engine.record.digests import xxh3_128
 from eformer._engine.record.text import count, few, glance, size
-from eformer._engine.runs.steps import path_of_step, steps
 from eformer._engine.stores.cache import caching
 from eformer._engine.stores.keys import public_key
 from eformer._engine.stores.local import on_disk
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from eformer._engine.formats.found import Found
+    from eformer._engine.formats.run_steps import Step, StepChoice
     from eformer._engine.record.manifest import TreeEntry
-    from eformer._engine.runs.steps import Step
     from eformer._engine.stores.base import Files
     from eformer._engine.stores.keys import Key, PublicKey
     from eformer._engine.stores.signed import SignedStore
@@ -119,7 +119,7 @@ class Verification:
 def verify(
     path: str | os.PathLike[str],
     *,
-    step: int | None = None,
+    step: StepChoice = None,
     signed_by: Key | None = None,
     progress: Progress = None,
 ) -> Verification:
@@ -131,8 +131,8 @@ def verify(
     result also lists the files that are not read and may hold leaves. `progress` is True for a progress bar, or a
     function of the bytes read and the total.
 
-    The path of a run checks all of its steps; `step` checks one step. A step that cannot be read at all counts as
-    damage then. `Verification.steps` has the result for each step.
+    The path of a run checks all of its steps; `step` checks one step, by its number or "best". A step that cannot be
+    read at all counts as damage then. `Verification.steps` has the result for each step.
 
     `signed_by` is a public key: the path of a PEM file, or its content. With it, `verify` also compares every byte of
     every file with the signature; files that were added or removed since count as damage. If the signature is missing

@@ -7,11 +7,13 @@ import operator
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from eformer._engine.formats.find import look_at, signer_of, was_replaced
+from eformer._engine.formats.run_steps import path_of_step
 from eformer._engine.loading.fetch import fetch
 from eformer._engine.loading.read_plan import Want, plan_reads
 from eformer._engine.record.boxes import Box
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from eformer._engine.formats.found import Found
+    from eformer._engine.formats.run_steps import StepChoice
     from eformer._engine.record.display import TreeSummary
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
     from eformer._engine.record.signature import Verifier
@@ -82,8 +85,10 @@ class Inspection(Shown):
 
 
 @uninterrupted
-def inspect(path: str | os.PathLike[str]) -> Inspection:
+def inspect(path: str | os.PathLike[str], *, step: StepChoice = None) -> Inspection:
     """Read the record of the checkpoint at `path`: format, trees, leaves, shapes, dtypes, metadata. Reads no data.
+
+    Of a run, `step` is the number of another step than the newest, or "best".
 
     Example:
 
@@ -93,7 +98,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
         >>> record.trees[""].leaves["params.w"].shape
         (8, 4)
     """
-    return look_at(path, _inspected)
+    return look_at(path, _inspected, choose=partial(path_of_step, step=step))
 
 
 def _inspected(found: Found) -> Inspection:
@@ -111,6 +116,7 @@ def _inspected(found: Found) -> Inspection:
 def open(  # noqa: A001
     path: str | os.PathLike[str],
     *,
+    step: StepChoice = None,
     prefix: str | None = None,
     cache: Cached = None,
     signed_by: Key | None = None,
@@ -119,7 +125,8 @@ def open(  # noqa: A001
 
     Indexing a leaf reads the indexed elements and checks them against their digests. `prefix` selects one of several
     trees. Elements come as stored; the elements of a quantised model lack their scales. `cache` keeps bytes from a
-    bucket on the disk. With `signed_by`, a public key, bytes that its owner has not signed raise an error.
+    bucket on the disk. With `signed_by`, a public key, bytes that its owner has not signed raise an error. Of a run,
+    `step` is the number of another step than the newest, or "best".
 
     Example:
 
@@ -128,7 +135,7 @@ def open(  # noqa: A001
         ...     step = view["step"]  # a plain value
         ...     params = view["params"]  # a subtree: a dict of its leaves by name
     """
-    return _opened(path, prefix, cache, None if signed_by is None else public_key(signed_by))
+    return _opened(path, prefix, cache, None if signed_by is None else public_key(signed_by), step)
 
 
 class View(Shown, Mapping[str, Any]):
@@ -284,10 +291,15 @@ def open_incomplete(path: str | os.PathLike[str], *, prefix: str | None = None) 
 
 @uninterrupted
 def _opened(
-    path: str | os.PathLike[str], prefix: str | None, cache: Cached = None, signed_by: Verifier | None = None
+    path: str | os.PathLike[str],
+    prefix: str | None,
+    cache: Cached = None,
+    signed_by: Verifier | None = None,
+    step: StepChoice = None,
 ) -> View:
     with caching(cache):
-        return look_at(path, lambda found: View(found, prefix, cache), signed_by)
+        choose = partial(path_of_step, step=step)
+        return look_at(path, lambda found: View(found, prefix, cache), signed_by, choose)
 
 
 class LeafView:

@@ -17,7 +17,7 @@ import numpy as np
 from eformer._engine.record.dtypes import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 logger = logging.getLogger("eformer")
 
@@ -179,6 +179,40 @@ def _as(dtype: np.dtype[Any], sharding: Any) -> Any:
 
     converted = jax.jit(convert, out_shardings=sharding)
     return lambda array: array if (array.dtype, array.sharding) == (dtype, sharding) else converted(array)
+
+
+def gathered(
+    array: Any, boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> Iterator[np.ndarray[Any, Any]]:
+    """Yield boxes of an array that several processes hold, given as starts and shapes, by collectives of all of them.
+
+    The elements travel as their bits.
+    """
+    import jax  # late, as above
+
+    dtype, sharding = array.dtype, array.sharding
+    mesh = getattr(sharding, "mesh", None)
+    if mesh is None:
+        mesh = jax.sharding.Mesh(np.array(list(sharding.devices_indices_map(array.shape))), ("every",))
+    whole: Any = jax.sharding.PartitionSpec  # without types
+    everywhere = jax.sharding.NamedSharding(mesh, whole())
+    with jax.set_mesh(None):  # the mesh of the caller may have other axes or devices
+        bits = _as(bits_of(dtype), sharding)(array).block_until_ready()
+        for start, shape in boxes:
+            # Wait for each: CPUs that begin several collectives in different orders deadlock.
+            part = _slicing(shape, everywhere)(bits, np.array(start, np.int32)).block_until_ready()
+            yield np.asarray(part.addressable_data(0)).view(dtype)
+
+
+@lru_cache(1024)
+def _slicing(shape: tuple[int, ...], sharding: Any) -> Any:
+    # Cached, since `jit` compiles anew for each new function.
+    import jax  # late, as above
+
+    def part(array: Any, start: Any) -> Any:
+        return jax.lax.dynamic_slice(array, tuple(start), shape)
+
+    return jax.jit(part, out_shardings=sharding)
 
 
 def is_key(leaf: Any) -> bool:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from eformer._engine.record.text import few
 from eformer.errors import StructureError
 
 if TYPE_CHECKING:
@@ -93,6 +94,34 @@ def at(tree: Any, path: Sequence[Any]) -> Any:
     for key in path:
         tree = tree[key]
     return tree
+
+
+def subtree(tree: Any, name: str) -> dict[Any, Any]:
+    """Return nested dicts with only the part of a tree that has this dotted name, under the same name.
+
+    Raise StructureError if the tree has no such part.
+    """
+    path, rest, node = list[Any](), name, tree
+    while rest:
+        children = _children(node)
+        fitting = [key for key in children if f"{rest}.".startswith(f"{key}.")]
+        if not fitting:
+            where = f" at {'.'.join(map(str, path))!r}" if path else ""
+            raise StructureError(f"the tree has no part {name!r}: it has {few([*map(str, children)])}{where}")
+        key = max(fitting, key=lambda key: len(str(key)))
+        path.append(key)
+        node, rest = children[key], rest[len(str(key)) + 1 :]
+    return nested({tuple(path): node})  # type: ignore[no-any-return]
+
+
+def _children(node: Any) -> dict[Any, Any]:
+    """Return the children of a node by key: the leaves of modules are not children, but their attributes are."""
+    if isinstance(node, dict):
+        return node
+    if is_node(type(node)):
+        level = take_apart(node)
+        return dict(zip(level.keys, level.children, strict=True))
+    return vars(node) if hasattr(node, "__dict__") else {}
 
 
 # ------------------------------------------------------------------------------------------- code

@@ -138,7 +138,8 @@ def _spec(store: ArrayStore, name: str, leaf: ZarrArray) -> dict[str, Any]:
         path = path.removeprefix(f"{inner}/")
     if path and not path.endswith("/"):
         path += "/"
-    files = {"driver": "file", "path": f"{store.directory / inner}/"}
+    where = os.path.realpath(store.directory / inner)  # TensorStore refuses a path with dots
+    files = {"driver": "file", "path": f"{where}/"}
     spec: dict[str, Any] = {
         "driver": leaf.driver or store.driver,
         "kvstore": {"driver": "ocdbt", "base": files} if store.is_database else files,

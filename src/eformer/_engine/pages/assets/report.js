@@ -151,7 +151,7 @@
         counts.became > MOST_LOUD ? h("button.link.small", { type: "button", onclick: () => showOnly("became") }, `and ${count(counts.became - MOST_LOUD)} more`) : null) : null,
       h("div.change-split",
         h("div.heat", maps.length ? body : h("p.muted.empty", "No arrays to compare.")),
-        h("div", h("h3", "Largest relative change"), changes.largest.length ? largest(changes.largest, "Largest relative change") : h("p.muted", !counts.unknown ? "Nothing changed." : summary.has_values ? "Select a leaf to compare its values." : "Values were not compared."),
+        h("div", h("h3", "Largest relative change"), changes.largest.length ? largest(changes.largest, "Largest relative change") : h("p.muted", !counts.unknown ? `No array ${changes.state.length ? "of the model " : ""}changed.` : summary.has_values ? "Select a leaf to compare its values." : "Values were not compared."),
           changes.state?.length ? h("details.small", h("summary", "Optimizer state"), largest(changes.state, "Largest relative change of the optimizer state")) : null,
           listed(changes.added, "added", counts.added ?? 0), listed(changes.removed, "removed", counts.removed ?? 0))));
   };

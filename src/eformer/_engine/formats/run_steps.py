@@ -1,33 +1,53 @@
 """The steps of a run, and `run.json`, which names the job that writes the run, its rules, and the step it was resumed
-from. No jax."""
+from. No jax.
+
+Tests: tests/engine/runs/test_steps.py, tests/engine/runs/test_best.py.
+"""
 
 from __future__ import annotations
 
 import datetime as dt
+import logging
+import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from eformer._engine.formats.find import FOREIGN, find_step, newest_step, problem_of
-from eformer._engine.formats.steps import RUN_FILE, is_checkpoint, name_of_step, steps_in
+from eformer._engine.formats.steps import RUN_FILE, checked_number, is_checkpoint, name_of_step, steps_in
 from eformer._engine.record.lazy import lazy_property
-from eformer._engine.record.policies import Every, Keep  # noqa: TC001 - msgspec reads the annotations
+from eformer._engine.record.policies import (
+    Every,
+    Keep,
+    StepFacts,
+    metrics_of,
+    ranked,
+    rule_of_metric,
+    unknown_metrics,
+)
 from eformer._engine.record.step_names import step_number
+from eformer._engine.record.text import few
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder, parse_json
 from eformer._engine.stores.base import read_whole
 from eformer._engine.stores.checkpoints import held
 from eformer._engine.stores.locate import store_at
 from eformer._engine.tasks.interrupts import uninterrupted
-from eformer.errors import EformerError, FormatError, NotFoundError
+from eformer._engine.tasks.pool import run_all
+from eformer._engine.tasks.turns import turns
+from eformer.errors import CorruptionError, EformerError, FormatError, NotFoundError
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from eformer._engine.formats.found import Found
     from eformer._engine.stores.base import Store
+
+logger = logging.getLogger("eformer")
+
+StepChoice = int | Literal["best"] | None
 
 # The entry of the metadata in a manifest that the run writes, beside the metadata of the caller.
 RUN_METADATA = "eformer.run"
@@ -91,7 +111,7 @@ class Step:
 
     @property
     def reason(self) -> str:
-        """Why it was saved: "every", "asked", "signal" or "call"; "" if no run saved it."""
+        """Why it was saved: "every", "asked", "signal", "end" or "call"; "" if no run saved it."""
         return str(self._of_run.get("why", ""))
 
     @property
@@ -223,9 +243,23 @@ def path_to_step(path: str, number: int) -> str:
     return store.path_to(name_of_step(store, number))
 
 
-def path_of_step(path: str | os.PathLike[str], number: int | None) -> str | os.PathLike[str]:
-    """Return the path of a step of the run at `path`; `path` itself for None."""
-    return path if number is None else step_at(path, number).path
+def path_of_step(path: str | os.PathLike[str], step: int | str | None) -> str | os.PathLike[str]:
+    """Return the path of a step of the run at `path`: of its number, or of "best" by the rule that the run records;
+    `path` itself for None. Wait for a save of this process to the step of that number in the background."""
+    if step is None:
+        return path
+    if step == "best":
+        if (found := best(path)) is None:
+            raise NotFoundError(f"{store_at(path).url} has no steps, so no step is its best")
+        return found
+    if isinstance(step, str):
+        raise ValueError(
+            f"step={step!r}: expected the number of a step, or 'best'; the default is the newest"
+        )
+    number = checked_number(step)
+    if turns.has_background:
+        turns.wait_for_background({store_at(path_to_step(os.fspath(path), number)).key})
+    return step_at(path, number).path
 
 
 def step_at(path: str | os.PathLike[str], number: int) -> Step:
@@ -254,6 +288,84 @@ def latest(path: str | os.PathLike[str]) -> str | None:
     store = store_at(path)
     found = newest_step(store)
     return store.path_to(found[0]) if found else None
+
+
+# ---------------------------------------------------------------------------------------------- best
+
+
+@uninterrupted
+def best(
+    path: str | os.PathLike[str], *, by: str | None = None, mode: Literal["min", "max"] = "min"
+) -> str | None:
+    """Return the path of the best step of the run at `path`; None if the run has no steps, or does not exist yet.
+
+    by     the name of a metric, such as "eval.loss"; None for the rule of `Run(keep=)` that names a metric, as the run
+           records it. Metrics that `score` added count, too
+    mode   whether the smallest ("min") or the largest ("max") value is the best; with `by` only
+
+    Steps without a number for the metric do not count, and damaged steps are logged and left out; lengths are compared,
+    digests are not. Of equal steps the later is better. Raise NotFoundError if no step has the metric, CorruptionError
+    if all steps that have it are damaged, and ValueError if `by` is None and no rule is recorded.
+
+    Example:
+
+        >>> checkpoint.best("run", by="eval.loss")
+        'run/step-300'
+    """
+    if by is None and mode != "min":
+        raise ValueError(f"mode={mode!r} needs by=, the name of a metric")
+    rule = None if by is None else Keep(best=1, by=by, mode=mode)
+    if not (there := steps_if_there(path)):
+        return None
+    facts = facts_by_metrics(there)
+    if (rule := rule or _recorded_rule(path)) is None:
+        raise ValueError(_no_rule(path, facts))
+    if problem := unknown_metrics(facts, [rule]):
+        raise NotFoundError(f"{store_at(path).url}: {problem}")
+    by_number = {step.number: step for step in there}
+    return _first_whole([by_number[number] for number in ranked(facts, rule)])
+
+
+def _recorded_rule(path: str | os.PathLike[str]) -> Keep | None:
+    """Return the rule of a run that names a metric; None if the run records none."""
+    rules = rules_of(store_at(path))
+    return rule_of_metric(rules.keep or ()) if rules else None
+
+
+def _no_rule(path: str | os.PathLike[str], facts: Sequence[StepFacts]) -> str:
+    metrics = sorted(metrics_of(facts))
+    by = repr(metrics[0] if metrics else "eval.loss")
+    return (
+        f"{store_at(path).url}: the run records no rule that names a metric, so no step is the best. Name a metric: "
+        f"checkpoint.best({os.fspath(path)!r}, by={by}) returns the path of a step. The steps have "
+        f"{few(metrics) or 'no metrics'}"
+    )
+
+
+def _first_whole(some: Sequence[Step]) -> str:
+    """Return the path of the first whole step. Log the damaged steps before it."""
+    problems = []
+    for step in some:
+        if (problem := step.problem()) is None:
+            return step.path
+        problems.append(f"{step.name}: {problem}")
+        logger.warning("%s is left out: %s", step.path, problem)
+    raise CorruptionError(f"{some[0].path} and all other steps with the metric are damaged: {few(problems)}")
+
+
+def facts_by_metrics(there: Sequence[Step]) -> list[StepFacts]:
+    """Return the numbers and the metrics of steps. Log and leave out steps whose manifests cannot be read."""
+    found: dict[int, StepFacts] = {}
+
+    def read(step: Step) -> None:
+        try:
+            found[step.number] = StepFacts(step.number, None, step.metrics)
+        except (EformerError, OSError) as error:
+            logger.warning("%s is left out: %s", step.path, error)
+
+    threads = store_at(there[0].path).read_threads if there else 1
+    run_all([partial(read, step) for step in there], threads)
+    return [found[number] for number in sorted(found)]
 
 
 # ------------------------------------------------------------------------------------------ run.json
