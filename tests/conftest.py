@@ -8,6 +8,7 @@ import signal
 import zlib
 
 from support import loopback
+from support.thorough import IS_THOROUGH
 
 loopback.keep()  # before anything can ask for an address
 
@@ -46,7 +47,7 @@ def pytest_collection_modifyitems(config, items):
 
     With EFORMER_SAMPLE=1, and in `make faults`, all of them run.
     """
-    if os.environ.get("EFORMER_SAMPLE") == "1" or os.environ.get("EFORMER_FAULTS_STRIDE") == "1":
+    if IS_THOROUGH:
         return
     cases = {}
     for item in items:
@@ -58,6 +59,19 @@ def pytest_collection_modifyitems(config, items):
         left_out |= {*found} - {*found[first::stride]}
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give whole files to the workers: tests of one file use the same programs and fixtures."""
+    from xdist.scheduler import LoadGroupScheduling
+
+    class ByFile(LoadGroupScheduling):
+        def _split_scope(self, nodeid):
+            group = super()._split_scope(nodeid)
+            return group.partition("::")[0]
+
+    return ByFile(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 def pytest_collection():

@@ -109,6 +109,7 @@ SUITES = (
         "engine/runs/test_data.py",
         "engine/saving/test_commit.py",
         "engine/stores/test_bucket.py",
+        "engine/stores/test_dict_store.py",
         "engine/stores/test_local.py",
         "engine/stores/test_secrets.py",
         "engine/stores/test_swaps.py",

@@ -18,6 +18,7 @@ from eformer.checkpoint import load, save
 from eformer.errors import LeafError, NotFoundError
 from support.meshes import layouts, meshes
 from support.states import model
+from support.thorough import IS_THOROUGH
 from support.trees import DTYPES, Layer, Moments, Pair, any_trees, arrays, assert_same, scalars
 
 JAX_DTYPES = [
@@ -31,7 +32,7 @@ INHERITED = [
     HealthCheck.differing_executors,
     HealthCheck.too_slow,
 ]  # each layout runs the property on its own
-EXAMPLES = settings.default.max_examples // 2  # there are more than ten layouts
+EXAMPLES = settings.default.max_examples // (2 if IS_THOROUGH else 4)  # there are more than ten layouts
 
 
 class RoundTrips(Contract):

@@ -22,7 +22,7 @@ class Resharding(Contract):
 
     @pytest.mark.parametrize("after", layouts(), ids=str)
     @pytest.mark.parametrize("before", layouts(), ids=str)
-    @pytest.mark.sample(3)
+    @pytest.mark.sample(5)
     def test_any_sharding_loads_under_any_other(self, path, before, after):
         array = np.arange(16 * 24, dtype=np.float32).reshape(16, 24)
         save({"w": jax.device_put(array, layouts()[before])}, path)

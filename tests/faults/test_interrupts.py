@@ -10,8 +10,8 @@ import pytest
 
 from support import forkserver, interrupting
 from support.interrupting import PATIENCE, Calls
+from support.thorough import IS_THOROUGH
 
-IS_THOROUGH = os.environ.get("EFORMER_SAMPLE") == "1" or os.environ.get("EFORMER_FAULTS_STRIDE") == "1"
 STRIDE = int(os.environ.get("EFORMER_INTERRUPTS", "4" if IS_THOROUGH else "151"))
 CALLS = [
     name

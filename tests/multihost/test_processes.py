@@ -13,6 +13,7 @@ from eformer.errors import NotFoundError
 from multihost import scenes
 from support.processes import Failed, Job
 from support.safetensors_files import tensors_in
+from support.thorough import IS_THOROUGH
 
 pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.sample(2)]
 
@@ -24,6 +25,8 @@ LAYOUTS = {
     "tensorstore, ocdbt": {"ocdbt": True},
 }
 FORMATS = ["safetensors", "tensorstore"]
+
+NUMBERS = [(2, 2), (4, 2), (1, 4), *([(4, 1)] if IS_THOROUGH else [])]  # processes, and devices of each
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -97,7 +100,7 @@ def test_what_two_processes_save_loads_on_any_other_number(jobs, layout, how):
     assert verify(path).ok
     assert no_scratch(path)
     scenes.check(load(path), 1)  # one process, this one
-    for processes, devices in ((2, 2), (4, 2), (1, 4), (4, 1)):
+    for processes, devices in NUMBERS:
         job = jobs(processes, devices)
         for spec in (("x", "y"), (None, "x"), (("x", "y"),)):
             succeed(job.run("load_tree", path, spec, 1))

@@ -156,7 +156,7 @@ def test_the_checkpointer_of_trainers_decides_in_the_first_process(two, tmp_path
 
 def test_another_number_of_processes_is_an_error_for_the_data(jobs, tmp_path):
     succeed(jobs(2, 2).run("run_loop", tmp_path, 20))
-    outcomes = jobs(4, 1).run("run_loop", tmp_path, 40)
+    outcomes = jobs(4, 2).run("run_loop", tmp_path, 40)
     assert all(
         isinstance(outcome, Failed) and "positions of 2 processes" in str(outcome) for outcome in outcomes
     )

@@ -11,22 +11,25 @@ from eformer.checkpoint import abstract, load, save
 from eformer.errors import StructureError
 from support.trees import assert_same
 
-STATE = {
-    "params": {"w": jnp.ones((4, 2), jnp.bfloat16), "b": np.zeros(3, np.int64)},
-    "opt": optax.adam(1e-3).init({"w": jnp.ones((4, 2))}),
-    "keys": jax.random.split(jax.random.key(0, impl="rbg"), 3),
-    "step": 7,
-    "none": None,
-    "run": "a",
-}
+
+@pytest.fixture(scope="module")
+def whole():
+    return {
+        "params": {"w": jnp.ones((4, 2), jnp.bfloat16), "b": np.zeros(3, np.int64)},
+        "opt": optax.adam(1e-3).init({"w": jnp.ones((4, 2))}),
+        "keys": jax.random.split(jax.random.key(0, impl="rbg"), 3),
+        "step": 7,
+        "none": None,
+        "run": "a",
+    }
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "tensorstore"])
-def test_it_is_the_tree_with_a_struct_for_every_array(tmp_path, kind):
-    save(STATE, tmp_path, format=kind)
+def test_it_is_the_tree_with_a_struct_for_every_array(tmp_path, kind, whole):
+    save(whole, tmp_path, format=kind)
     found = abstract(tmp_path)
-    assert jax.tree.structure(found) == jax.tree.structure(STATE)
-    for struct, leaf in zip(jax.tree.leaves(found), jax.tree.leaves(STATE), strict=True):
+    assert jax.tree.structure(found) == jax.tree.structure(whole)
+    for struct, leaf in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
         if isinstance(leaf, (jax.Array, np.ndarray)):
             assert isinstance(struct, jax.ShapeDtypeStruct)
             assert (struct.shape, struct.dtype) == (leaf.shape, leaf.dtype)
@@ -41,8 +44,8 @@ def test_no_data_is_read(tmp_path):
     assert abstract(tmp_path)["w"].shape == (4, 2)
 
 
-def test_a_load_takes_it_as_like(tmp_path):
-    state = {name: STATE[name] for name in ("keys", "none", "opt", "run", "step")}  # as `like` is ordered
+def test_a_load_takes_it_as_like(tmp_path, whole):
+    state = {name: whole[name] for name in ("keys", "none", "opt", "run", "step")}  # as `like` is ordered
     save(state, tmp_path)
     assert_same(load(tmp_path, like=abstract(tmp_path)), state)
 
