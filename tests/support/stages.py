@@ -36,7 +36,7 @@ REPLACED: dict[str, dict[str, str]] = {
     "docs/guides/buckets.md": {'"s3://my-bucket/': '"memory://my-bucket/'},
     "docs/guides/recipes.md": {'"s3://my-bucket/': '"memory://my-bucket/'},
     "docs/guides/reports.md": {"memory=2 * 10**9": "memory=10**10"},  # the process of the tests may take more
-    "docs/guides/training-run.md": {"/dev/shm/llama": "near"},
+    "docs/guides/training-run.md": {"/dev/shm/llama": "near", "s3://scratch/": "memory://scratch/"},
     "docs/guides/from-pytorch.md": {"model.embed.weight": "0.weight"},
 }
 
