@@ -160,3 +160,13 @@ def test_another_number_of_processes_is_an_error_for_the_data(jobs, tmp_path):
     assert all(
         isinstance(outcome, Failed) and "positions of 2 processes" in str(outcome) for outcome in outcomes
     )
+
+
+def test_a_save_that_is_cancelled_in_any_process_ends_the_run_of_none(two, tmp_path):
+    answers = succeed(two.run("run_cancelling", tmp_path / "run"))
+    assert any(answers[0])
+    there = [step.number for step in checkpoint.steps(tmp_path / "run")]
+    kept = [
+        step for step, first, second in zip(range(1, 13, 2), *answers, strict=True) if not (first or second)
+    ]
+    assert there == sorted([*kept, *range(2, 13, 2)])

@@ -323,3 +323,30 @@ def run_until_stopped(path, stop):
             if run.after(step, state) is not None:
                 saved.append(step)
     return saved
+
+
+def run_asked_often(path):
+    """The first process asks for a save at every seventh step, and the others are many steps behind. Returns the saved
+    steps."""
+    requests._ON_DISK, saved, state = 0.01, [], fresh()
+    with Run(path, options=SaveOptions(timeout=20)) as run:
+        run.save(1, state).result()
+        for step in range(2, 60):
+            if step % 7 == 0:
+                run.request_save()
+            time.sleep(0.003 + 0.01 * jax.process_index())
+            if run.after(step, state) is not None:
+                saved.append(step)
+    return saved
+
+
+def run_cancelling(path):
+    """Every process cancels the saves of odd steps, each a bit later than the one before it. Returns the answers."""
+    state, answers = fresh(), []
+    with Run(path, every=1, max_pending=2, options=SaveOptions(timeout=20)) as run:
+        for step in range(1, 13):
+            pending = run.after(step, state)
+            time.sleep(0.003 * (step % 4 + jax.process_index()))
+            if step % 2:
+                answers.append(pending.cancel())
+    return answers

@@ -174,8 +174,8 @@ class Requests:
 
     def _is_wanted(self, number: int) -> bool:
         """Tell whether a save is asked for, by a file or in this program."""
-        if self._board.number:
-            return self._board.look(f"{number}/asked") is not None
+        if self._board.number:  # not before it has saved at the step that was agreed on last, perhaps late
+            return self._agreed < 0 and self._board.look(f"{number}/asked") is not None
         if self._seen is None and (found := self._open_request()):
             self._seen, self._last, self._is_asked = found, found.id, True
             logger.info("%s: a save was asked for by request", self._store.url)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING
 
+from eformer._engine.saving.pending import is_cancelled
 from eformer.errors import SupersededError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class UnderWay:
             if (error := pending.exception()) is None:
                 self._failures = 0
                 continue
-            if isinstance(error, CancelledError):  # by its caller, who has the handle of the save
+            if is_cancelled(error):  # by a caller who has the handle of the save
                 continue
             self._failures += 1
             if self._failures > self._tolerate or isinstance(error, SupersededError):
@@ -77,5 +77,5 @@ class UnderWay:
         while self._saves:
             pending = self._saves.popleft()
             error = pending.exception()
-            if error is not None and not isinstance(error, CancelledError):
+            if error is not None and not is_cancelled(error):
                 logger.error("%s failed", pending, exc_info=error)

@@ -22,6 +22,7 @@ from eformer._engine.saving.save import complete
 from eformer._engine.tasks import interrupts
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.trees.copies import compile_copies
+from eformer.errors import ProcessError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
@@ -92,7 +93,7 @@ class Pending:
             >>> if pending.cancel():
             ...     pending.exception()  # nothing of it is left
         """
-        if is_stopped := self._stop.ask(interrupts.StoppedError("the save was cancelled")):
+        if is_stopped := self._stop.ask(interrupts.StoppedError(_CANCELLED)):
             self.was_asked = True
         return is_stopped
 
@@ -221,6 +222,15 @@ def wait_for_saves_below(path: str) -> None:
     below = [one for one in list(_started) if one.path.startswith(f"{path.rstrip('/')}/")]
     others = [one for one in below if one._thread is not threading.current_thread()]
     interrupts.wait_for_all([one._future for one in others])
+
+
+_CANCELLED = "the save was cancelled"
+
+
+def is_cancelled(error: BaseException) -> bool:
+    """Tell whether a save was cancelled, here or in another process."""
+    is_told = isinstance(error, ProcessError) and str(error).endswith(_CANCELLED)
+    return is_told or isinstance(error, futures.CancelledError)
 
 
 def _error_of(work: Callable[[], None]) -> BaseException | None:
