@@ -11,6 +11,7 @@ from contextlib import suppress
 import pytest
 
 import eformer.checkpoint
+from eformer._engine.stores import store_options
 from support import api
 from support.api import arguments, calls, on_pages, public
 from support.pages import ROOT
@@ -79,6 +80,7 @@ def test_the_attributes_of_a_run_are_described(tmp_path):
 @pytest.mark.parametrize("name", [name for name, (_, text) in CALLS.items() if ">>>" in text])
 def test_the_examples_in_docstrings_do_what_they_show(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(store_options, "_given", {})  # options that an example sets end with it
     module = importlib.import_module(next(m for m in reversed(api.MODULES) if name.startswith(m)))
     variables = {**vars(module), **names_of_docstrings()}
     test = doctest.DocTestParser().get_doctest(CALLS[name][1], variables, name, None, 0)

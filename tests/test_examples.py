@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from eformer import checkpoint
+from eformer._engine.stores import store_options
 from support import commands, ministack, programs
 from support.pages import ROOT, blocks, pages
 from support.stages import HOLDS, REPLACED, STAGES, Done
@@ -38,6 +39,10 @@ def alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(store_options, "_given", {})
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)  # blocks leave runs open
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if to_run(page)])

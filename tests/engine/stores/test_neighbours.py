@@ -246,7 +246,8 @@ def test_the_retention_of_a_run_removes_only_what_it_has_looked_at(tmp_path, pre
         return linked(where)
 
     with Run(tmp_path / "run", keep=[Keep(last=1)]) as run:
-        run.save(1, TREE).result()
+        run.save(1, TREE)
+        run.wait()
         precious.rename(inside)
         monkeypatch.setattr(retention, "linked_in", look_late)
         run.save(2, TREE)
