@@ -344,12 +344,21 @@ def test_the_last_step_has_the_position_and_the_metrics_that_it_had(tmp_path):
     assert resumed.position == 3
 
 
+def test_a_step_that_the_run_went_back_from_is_not_missed_at_the_end(tmp_path, caplog):
+    with Run(tmp_path, every=2, last=True, signals=()) as run:
+        for number in (1, 2, 3):
+            run.after(number, tree(number))
+        run.resume(step=2)
+    assert numbers(tmp_path) == [2]
+    assert "is done and not saved" not in caplog.text
+
+
 def test_a_last_step_whose_save_is_cancelled_is_named(tmp_path, writes, caplog):
     with Run(tmp_path, every=2, last=True, signals=()) as run:
         run.after(1, tree(1))
         assert run.after(2, tree(2)).cancel()
         writes[2].set()
-    assert "step 2 is done and not saved" in caplog.text
+    assert "step 2 is done and not saved; the save of step 2 has failed or was cancelled" in caplog.text
 
 
 def fail_after(path, steps):

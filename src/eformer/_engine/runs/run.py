@@ -346,6 +346,7 @@ class Run:
         for series in self._all_series():
             series.go_on(step)
         self.step, self._resumed_from = step or 0, step
+        self._progress.done = None
         self._progress.note_save(step)
         self._has_begun, self._is_refused = True, False
 
@@ -624,6 +625,7 @@ class _Progress:
     done: int | None = None
     saved: int | None = None
     save: Pending | None = None
+    failed: int | None = None
     last: Done | None = None
     process: int = dataclasses.field(default_factory=os.getpid)
 
@@ -643,8 +645,8 @@ class _Progress:
     def warn_of_unsaved(self) -> None:
         """Warn, in the first process, if the last step that was done is not in the run."""
         done, self.done = self.done, None
-        if self.save and self.save.done() and self.save.exception() is not None:
-            self.saved = None
+        if self.save and self.save.has_failed():
+            self.saved, self.failed = None, self.saved
         if done is None or done == self.saved or self.process != os.getpid() or jax.process_index() != 0:
             return
         logger.warning(
@@ -656,6 +658,8 @@ class _Progress:
         )
 
     def _why(self) -> str:
+        if self.failed is not None:
+            return f"the save of step {self.failed} has failed or was cancelled"
         if self.saved is not None:
             return f"the last saved step is {self.saved}"
         if self.has_rules:

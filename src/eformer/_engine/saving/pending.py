@@ -80,6 +80,10 @@ class Pending:
         """Tell whether the save has finished, with or without an error."""
         return self._future.done()
 
+    def has_failed(self) -> bool:
+        """Tell whether the save is over and has an error, without retrieving it."""
+        return self._future.done() and self._future.exception() is not None
+
     @uninterrupted
     def cancel(self) -> bool:
         """Stop the save, unless its commit has begun. Return True if it is stopped: the path stays as it was.
