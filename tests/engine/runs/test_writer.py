@@ -71,7 +71,8 @@ def raise_lost():
 
 def test_a_job_that_is_superseded_right_after_its_commit_removes_nothing(tmp_path, monkeypatch):
     older, newer, calls, check = run_at(tmp_path, keep=1), run_at(tmp_path), itertools.count(), Writer.check
-    older.save(1, tree(1)).result()
+    older.save(1, tree(1))
+    older.wait()
 
     def taken_over(self):
         if next(calls) == 1:  # after the commit, and before anything is removed
@@ -79,7 +80,8 @@ def test_a_job_that_is_superseded_right_after_its_commit_removes_nothing(tmp_pat
         check(self)
 
     monkeypatch.setattr(Writer, "check", taken_over)
-    older.save(2, tree(2)).result()
+    older.save(2, tree(2))
+    older.wait()
     assert numbers(tmp_path) == [1, 2]
     with pytest.raises(SupersededError):
         older.save(3, tree(3)).result()
