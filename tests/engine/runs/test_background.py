@@ -11,6 +11,7 @@ import pytest
 from eformer import checkpoint
 from eformer._engine.runs import retention, upkeep
 from eformer._engine.saving import save as saving
+from eformer._engine.stores import objects
 from eformer.checkpoint import Every, Run
 from support.trees import assert_same
 
@@ -42,6 +43,28 @@ def removals(monkeypatch):
     monkeypatch.setattr(upkeep, "_PAUSES", (0.01, 0.01, 0.01))
     yield gate
     gate.open.set()
+
+
+# -------------------------------------------------------------------------------------- the caller's thread
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_after_asks_a_bucket_for_nothing_in_the_thread_of_the_caller(monkeypatch, resumes):
+    asked, request = [], objects.Objects._request
+
+    def noted(self, *arguments, **more):
+        asked.append(threading.current_thread() is threading.main_thread())
+        return request(self, *arguments, **more)
+
+    with Run(f"memory://background-{resumes}/run", every=2, keep=1, signals=()) as run:
+        if resumes:
+            run.resume(like=tree(0))
+        monkeypatch.setattr(objects.Objects, "_request", noted)
+        for number in range(1, 9):
+            run.after(number, tree(number))
+        assert not any(asked)
+    assert len(asked) > 20
+    assert [step.number for step in checkpoint.steps(run.path)] == [8]
 
 
 # ----------------------------------------------------------------------------------------- deletions

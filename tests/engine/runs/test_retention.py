@@ -170,6 +170,7 @@ def test_nothing_is_removed_while_no_step_has_the_metric_which_is_told_once(tmp_
     with Run(tmp_path, keep=Keep(best=1, by="eval.loss")) as run:
         for number in (1, 2, 3):
             run.save(number, tree(number), metrics={"loss": 0.5, "eval.loss": math.nan}).result()
+        run.wait()
         assert names(tmp_path) == ["step-1", "step-2", "step-3"]
         told = f"{tmp_path}: no step has a number for the metric eval.loss; the steps have loss. Nothing is removed until"
         assert caplog.text.count(told) == 1
