@@ -115,9 +115,9 @@ def test_the_command_line_prints_the_error_that_names_the_extra(tmp_path):
 
 def imported(indent):
     """Return the packages that modules import at this indentation, apart from the standard library."""
-    line = re.compile(rf"^{indent}(?:import|from) (\w+)", re.MULTILINE)
+    line = re.compile(rf"^{indent}(?:import (\w+)|from (\w+)[\w.]* import )", re.MULTILINE)
     paths = {*SOURCE.rglob("*.py")} - {SOURCE / "keras.py"}  # which only programs that use Keras import
-    found = {name for path in paths for name in line.findall(path.read_text())}
+    found = {name or other for path in paths for name, other in line.findall(path.read_text())}
     return found - sys.stdlib_module_names - {"eformer"}
 
 
