@@ -234,8 +234,8 @@ def has_handlers() -> bool:
 def own() -> tuple[list[str], list[str]]:
     """Return the descriptors of this process, and its threads, when all saves are over."""
     for thread in threading.enumerate():
-        if thread.name.startswith("eformer-") and not thread.daemon:
-            thread.join(PATIENCE)
+        if thread.name.startswith("eformer-"):
+            thread.join(1 if thread.daemon else PATIENCE)  # a run that is collected tells its threads to end
     links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
     files = sorted(os.readlink(link) for link in links if os.path.lexists(link))
     return [name for name in files if name.startswith("/dev/shm")], sorted(

@@ -577,6 +577,7 @@ class Run:
     def __enter__(self) -> Self:
         return self
 
+    @uninterrupted
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         try:
             if error is None:
