@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from eformer import checkpoint
+from eformer._engine.runs.near import NearTier
 from eformer.checkpoint import Near, Run
 
 
@@ -62,6 +63,22 @@ def test_a_last_step_in_the_near_tier_is_not_saved_again_at_the_end(tmp_path):
 )
 def test_any_other_last_step_goes_to_the_run(tmp_path, notice, arguments):
     assert told_to_end(tmp_path, notice=notice, **arguments) == [2, 3]
+
+
+def test_a_near_step_that_fails_is_followed_by_a_step_of_the_run(tmp_path, monkeypatch):
+    save = NearTier.save
+
+    def fails_at_the_end(self, done, late):
+        if done.step < 3:
+            save(self, done, late)
+
+    monkeypatch.setattr(NearTier, "save", fails_at_the_end)
+    assert told_to_end(tmp_path, notice=MINUTE, far=300.0) == [2, 3]
+
+
+def test_a_notice_is_a_time(tmp_path):
+    with pytest.raises(TypeError, match=r"notice=90: expected a timedelta, such as timedelta\(seconds=90\)"):
+        Run(tmp_path, notice=90)
 
 
 def test_the_signal_stays_with_the_program(tmp_path):

@@ -129,6 +129,7 @@ class NearTier:
         self._end_exchange: Callable[[], object] = lambda: None
         self._pending: Pending | None = None
         self.took: float | None = None  # seconds from the hand-over of the last save to its commit
+        self.saved: int | None = None  # the last step that was saved
 
     # -------------------------------------------------------------------------------------- resume
 
@@ -282,7 +283,7 @@ class NearTier:
             save.turn.end()
             raise
         complete(save)
-        self.took = time.monotonic() - began
+        self.took, self.saved = time.monotonic() - began, part.step.number
         if self._exchange:
             self._exchange.shelf.put(part, place, is_new=True)
 

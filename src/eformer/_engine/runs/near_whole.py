@@ -73,6 +73,11 @@ class WholeTier:
         """Seconds from the hand-over of the last save to its commit."""
         return self._series.took
 
+    @property
+    def saved(self) -> int | None:
+        """The last step that was saved."""
+        return self._series.last
+
     # -------------------------------------------------------------------------------------- resume
 
     def look(self) -> Held:

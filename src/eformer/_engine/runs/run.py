@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import operator
 import os
 import secrets
 import time
 import weakref
 from contextlib import ExitStack
-from datetime import timedelta  # noqa: TC003
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import jax
@@ -145,8 +146,10 @@ class Run:
         self._options = options_from(options, SaveOptions)
         if self._keep == ():
             raise ValueError(f"keep={keep!r}: no rule says which steps stay; None keeps all")
-        if max_pending < 1:
+        if operator.index(max_pending) < 1:
             raise ValueError(f"max_pending={max_pending}: expected at least 1")
+        if notice is not None and not isinstance(notice, timedelta):  # now, and not when the signal comes
+            raise TypeError(f"notice={notice!r}: expected a timedelta, such as timedelta(seconds=90)")
         self._end_store_options = options_during(self, self.path, self._options.store_options)
         self._writer = Writer(store_at(self.path), secrets.token_hex(8), Rules(rules, self._keep))
         self._main = Series(self.path, self._keep, UnderWay(tolerate, max_pending))
@@ -503,9 +506,10 @@ class Run:
         if self._near and self._near_is_better(self._near):
             self._save_near(done, self._near)
             self._near.wait()
-            self.stopping = True
-            self._progress.last = None  # a save at the end would not be done in time
-            return None
+            if self._all_agree(is_so=self._near.saved == done.step):
+                self.stopping = True
+                self._progress.last = None  # a save at the end would not be done in time
+                return None
         for series in self._all_series():
             series.under_way.log_failures()
         pending = self._save(done, "signal")
@@ -526,6 +530,11 @@ class Run:
         with meeting("runs", self._options.timeout) as hosts:
             said = hosts.meet(b"", lambda _: str(self._notice_answer(near)).encode())
         return said == b"True"
+
+    def _all_agree(self, *, is_so: bool) -> bool:
+        """Tell whether something is so in every process."""
+        with meeting("runs", self._options.timeout) as hosts:
+            return bool(hosts.meet(b"yes" if is_so else b"", lambda said: b"yes" if all(said) else b""))
 
     def _notice_answer(self, near: NearTier | WholeTier) -> bool:
         left = self._notice.total_seconds() - self._signals.since() if self._notice else 0.0

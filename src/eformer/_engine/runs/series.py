@@ -67,6 +67,11 @@ class Series:
         self._is_held = False
         self.took: float | None = None  # seconds from the hand-over of the last save to its commit
 
+    @property
+    def last(self) -> int | None:
+        """The last committed step."""
+        return self._base[0] if self._base else None
+
     def is_due(self, step: int) -> bool:
         return is_due(self._every, step)
 
