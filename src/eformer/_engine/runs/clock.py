@@ -8,9 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from eformer._engine.processes import hosts as _hosts
+from eformer._engine.record.policies import is_due, minutes_due
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from eformer._engine.record.policies import Every
 
 
 class Clock:
@@ -67,3 +70,19 @@ class Clock:
         if passed <= 0:  # the clock was set back, or stands
             return steps
         return max(1, min(int(left * steps / passed / 2), 2 * steps))
+
+
+class Due:
+    """Tells when near steps are due, by rules for steps and times."""
+
+    def __init__(self, every: Sequence[Every], seconds: Callable[[], float], timeout: float | None) -> None:
+        self._every, self._clock = every, Clock(seconds, timeout)
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether it is time for a near step. All processes get the same answer."""
+        by_clock = self._clock.is_due(step, minutes_due(self._every, step))
+        return is_due(self._every, step) or by_clock
+
+    def note_save(self, step: int) -> None:
+        """Note that a step is saved, here or by the run."""
+        self._clock.note_save(step)

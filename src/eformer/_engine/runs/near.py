@@ -30,9 +30,9 @@ import jax
 from eformer._engine.formats.found import kinds_if_there
 from eformer._engine.formats.run_steps import Step, steps_if_there
 from eformer._engine.processes import hosts as _hosts
-from eformer._engine.record.policies import Near, every_from, is_due, minutes_due
+from eformer._engine.record.policies import Near, every_from
 from eformer._engine.record.step_names import step_name
-from eformer._engine.runs.clock import Clock
+from eformer._engine.runs.clock import Due
 from eformer._engine.runs.copies import Exchange
 from eformer._engine.runs.near_epochs import Epochs
 from eformer._engine.runs.near_parts import (
@@ -88,7 +88,7 @@ _COUNT = "eformer.processes"
 _COPIES_KEPT = 1
 
 
-class NearTier:
+class NearTier(Due):
     """The near tier of a run, seen from one process.
 
     The order of calls: `look` before this job becomes the writer, `in_common` in the first process, `note_where`, and
@@ -105,13 +105,14 @@ class NearTier:
     ) -> None:
         local = on_disk(store_at(absolute(near.path)))
         assert local is not None, "a bucket has a WholeTier"
-        self._every, self._copies = every_from(near.every), near.copies
+        super().__init__(every_from(near.every), seconds, options.timeout)
+        self._copies = near.copies
         self._near, self._own = Path(local), f"process-{jax.process_index()}"
         if (self._near / self._own).is_symlink():  # `begin` would remove files of its target
             raise ValueError(
                 f"{near}: {self._near / self._own} is a link; remove it, or choose another directory"
             )
-        self._clock, self._timeout = Clock(seconds, options.timeout), options.timeout
+        self._timeout = options.timeout
         self._options = dataclasses.replace(
             options,
             dtype=None,
@@ -234,15 +235,6 @@ class NearTier:
         self.note_save(number)
 
     # ---------------------------------------------------------------------------------------- save
-
-    def is_due(self, step: int) -> bool:
-        """Tell whether it is time for a near step. All processes get the same answer."""
-        by_clock = self._clock.is_due(step, minutes_due(self._every, step))
-        return is_due(self._every, step) or by_clock
-
-    def note_save(self, step: int) -> None:
-        """Note that a step is saved, here or by the run."""
-        self._clock.note_save(step)
 
     def save(self, done: Done, late: Callable[[Sequence[bytes]], Mapping[str, Any]]) -> None:
         """Save this process's part of the tree in the background. Wait for its previous near save, but not for other

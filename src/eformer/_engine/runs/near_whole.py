@@ -18,9 +18,9 @@ import jax
 from eformer._engine.formats.found import kinds_if_there
 from eformer._engine.formats.run_steps import steps_if_there
 from eformer._engine.loading.load import load_tree
-from eformer._engine.record.policies import Keep, every_from, is_due, minutes_due
+from eformer._engine.record.policies import Keep, every_from
 from eformer._engine.record.step_names import step_name
-from eformer._engine.runs.clock import Clock
+from eformer._engine.runs.clock import Due
 from eformer._engine.runs.near_epochs import Epochs
 from eformer._engine.runs.near_parts import Held, NearPart, NearStep, Where
 from eformer._engine.runs.retention import remove_step
@@ -47,7 +47,7 @@ _KEPT = (Keep(last=2),)
 _ALL = 10**9  # failed saves in a row: the run saves a later step
 
 
-class WholeTier:
+class WholeTier(Due):
     """The near tier of a run in a bucket. Its calls are those of `NearTier`."""
 
     def __init__(
@@ -60,11 +60,11 @@ class WholeTier:
     ) -> None:
         if near.copies:
             raise ValueError(f"{near}: a bucket needs no copies; leave copies= out")
-        self._path, self._every, self._format = absolute(near.path), every_from(near.every), format
+        super().__init__(every_from(near.every), seconds, options.timeout)
+        self._path, self._format = absolute(near.path), format
         self._end_store_options = options_during(self, self._path, options.store_options)
         self._options = dataclasses.replace(options, reuse=False)
         self._writer, self._epochs = writer, Epochs(writer)
-        self._clock = Clock(seconds, options.timeout)
         self._series = Series(self._path, _KEPT, UnderWay(_ALL))
         self._upkeep = Upkeep(self._path, lambda: None)
 
@@ -123,15 +123,6 @@ class WholeTier:
         self.note_save(number)
 
     # ---------------------------------------------------------------------------------------- save
-
-    def is_due(self, step: int) -> bool:
-        """Tell whether it is time for a near step. All processes get the same answer."""
-        by_clock = self._clock.is_due(step, minutes_due(self._every, step))
-        return is_due(self._every, step) or by_clock
-
-    def note_save(self, step: int) -> None:
-        """Note that a step is saved, here or by the run."""
-        self._clock.note_save(step)
 
     def save(self, done: Done, late: Callable[[Sequence[bytes]], Mapping[str, Any]]) -> None:
         """Save a step in the background. Wait for the near step before it, and only log its error."""

@@ -88,7 +88,7 @@ class Inspection(Shown):
 def inspect(path: str | os.PathLike[str], *, step: StepChoice = None) -> Inspection:
     """Read the record of the checkpoint at `path`: format, trees, leaves, shapes, dtypes, metadata. Reads no data.
 
-    Of a run, `step` is the number of another step than the newest, or "best".
+    If `path` is a run, `step` chooses a step: a number, or "best". The default is the newest.
 
     Example:
 
