@@ -10,12 +10,13 @@ from contracts.bucket_runs import BucketRuns
 from contracts.bucket_tools import BucketTools
 from support.buckets import forget
 from support.servers import CannotStartError, running
+from support.thorough import IS_THOROUGH
 
 IS_CLOUD = bool(os.environ.get("EFORMER_CLOUD"))
 COULD_NOT = "could not start: "
 
-# Quick, and installed with the other tools of the tests.
-QUICK = {"test_ministack.py", "test_unquoted.py"}
+# Installed with the other tools of the tests; the second one runs in `make faults` as well.
+QUICK = {"test_ministack.py", *(["test_unquoted.py"] if IS_THOROUGH else [])}
 
 # Of the contracts of a checkpoint, a run and the tools `make test` runs every so many tests on a server; in memory all.
 STRIDE = 100

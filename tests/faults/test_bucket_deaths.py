@@ -28,6 +28,7 @@ ALL = [(layout, name) for layout in MEMORY for name in SCENES]
 FEW = [(layout, name) for layout, name in ALL if name == "sweep" or layout.title == "several data files"]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("layout", "name"), ALL if STRIDE == 1 else FEW, ids=str)
 def test_a_save_that_dies_before_any_request_leaves_the_old_tree_or_the_new(layout, name, record_property):
     scene, left = Scene.of(layout, name, new_url()), []

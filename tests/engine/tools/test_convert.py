@@ -81,6 +81,7 @@ def test_from_arrays_of_every_kind(tmp_path, form, options):
     assert_same(load(tmp_path / "new"), load(tmp_path / "old"))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "path",
     [
@@ -371,6 +372,7 @@ def test_a_conversion_stays_within_its_memory(large, tmp_path, form, rules):
         assert diff(large, command[4]).changed == ()
 
 
+@pytest.mark.thorough
 def test_a_chunk_that_does_not_fit_is_refused_with_the_memory_it_needs(tmp_path):
     np.savez_compressed(tmp_path / "old.npz", w=np.zeros((300, 10**6), np.uint8))
     with pytest.raises(ValueError, match=r"a chunk of 300 MB has to be decoded whole; allow at least \d"):
@@ -390,6 +392,7 @@ convert(sys.argv[1], sys.argv[2], to=sys.argv[3], progress=slowly)
 """
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize("form", ["safetensors", "tensorstore", "npz"])
 @pytest.mark.sample(3)
@@ -596,6 +599,7 @@ assert verify(sys.argv[2]).ok and verify(sys.argv[3]).ok
 """
 
 
+@pytest.mark.thorough
 def test_hundreds_of_shards_need_few_descriptors(tmp_path):
     tree = {f"w{number}": np.full(50, number) for number in range(200)}
     save(tree, tmp_path / "old")
