@@ -95,7 +95,6 @@ def pytest_collection():
 def pytest_collection_finish():
     """Freeze the thousands of collected tests, so that the garbage collector does not scan them each time."""
     gc.enable()
-    gc.collect()
     gc.freeze()
 
 

@@ -149,6 +149,7 @@ def test_saves_without_syncs_are_found_by_power_cuts(tmp_path):
     assert (done.returncode, "undone" in done.stdout) == (1, True)
 
 
+@pytest.mark.thorough
 def test_loads_without_digests_are_found_by_flipped_bits(tmp_path):
     assert "wrong" in run("--repeat", "flips/control without digests/1", out=tmp_path).stdout
 

@@ -152,6 +152,7 @@ def test_whatever_keras_does_not_write_is_refused_by_name(tmp_path, what, messag
         checkpoint.load(tmp_path / "x.h5")
 
 
+@pytest.mark.thorough
 def test_a_file_that_keeps_hdf5_busy_for_ever_is_refused(monkeypatch):
     """A damaged heap of texts, in which the library never comes to an end."""
     monkeypatch.setattr(keras_files, "_SECONDS", 1)

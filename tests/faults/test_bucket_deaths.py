@@ -65,6 +65,7 @@ def data_last(self, files):
     self.__dict__.setdefault("late", []).extend(files)
 
 
+@pytest.mark.thorough
 def test_the_test_can_fail_an_index_before_its_data_is_torn(record_property):
     """Saves whose objects are put after the index: the checks above find them."""
     put, finish = BucketUpload.put, BucketUpload._finish

@@ -265,6 +265,7 @@ def test_a_zombie_of_a_new_step_is_committed_whole_or_refused(kind, record_prope
     assert set(outcomes) == {"committed", "refused"}
 
 
+@pytest.mark.thorough
 def test_the_test_can_fail_without_barring_steps_are_torn():
     """A commit that does not look at what the index bars."""
     with mock.patch.object(Leases, "_refuse_dead", mock.Mock(return_value=None)):

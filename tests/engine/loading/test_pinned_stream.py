@@ -77,6 +77,7 @@ def test_numbers_and_arrays_without_axes_are_what_like_has(tmp_path, slots, tree
         assert_same(load(tmp_path, like=expected, progress=lambda done, total: None), expected)
 
 
+@pytest.mark.thorough
 def test_every_sharding_and_dtype_comes_back(tmp_path, slots, tree):
     save(tree, tmp_path)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
