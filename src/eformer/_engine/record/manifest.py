@@ -19,6 +19,7 @@ from eformer._engine.record.boxes import Box
 from eformer._engine.record.check import check_leaf, check_tree, is_plain
 from eformer._engine.record.digests import NO_DIGEST, check_own_digest, stamp_digest, xxh3_64_number
 from eformer._engine.record.display import Shown, TreeSummary
+from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.fingerprints import fingerprint_of_value, recorded_fingerprint
 from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.names import Spellings, ambiguous, with_nearest
@@ -261,6 +262,19 @@ def boxed_tree(tree: TreeEntry, leaves: dict[str, LeafEntry], **changes: Any) ->
     """Return the tree with other leaves, which may lack boxes, and other `changes`."""
     fields = {name: getattr(tree, name) for name in TreeEntry.__struct_fields__}
     return BoxedTree(**fields | changes, boxed=leaves)
+
+
+def with_entries(tree: TreeEntry, entries: Mapping[str, LeafEntry]) -> BoxedTree:
+    """Return the tree with other leaves, for display: a leaf that is not stored counts with the bytes in memory."""
+    sized = {
+        name: entry if entry.extents else msgspec.structs.replace(entry, extents=(_in_memory(entry),))
+        for name, entry in entries.items()
+    }
+    return boxed_tree(tree, sized)
+
+
+def _in_memory(entry: LeafEntry) -> Extent:
+    return Extent(0, 0, math.prod(entry.shape) * dtype_from_name(entry.dtype).itemsize, "")
 
 
 def foreign_tree(
