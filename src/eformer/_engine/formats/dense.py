@@ -17,18 +17,28 @@ from eformer._engine.record.dequantized import EXPONENTS, GROUP_BYTES, Blocks, D
 from eformer._engine.record.lazy_arrays import LeafReader, StoredLeaf
 from eformer._engine.record.names import readable
 from eformer._engine.record.text import few
-from eformer.errors import FormatError, QuantizedError
+from eformer.errors import EformerError, FormatError, QuantizedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     import numpy as np
 
+    from eformer._engine.formats.found import Found
     from eformer._engine.formats.quantized import Beside
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.planned import LazyArray
 
-_READABLE = ("fp8", "mxfp8", "mxfp4", "nvfp4", "fbgemm_fp8", "fp8_e4m3", "mixed_precision", "fp8_per_channel_per_token")
+_READABLE = (
+    "fp8",
+    "mxfp8",
+    "mxfp4",
+    "nvfp4",
+    "fbgemm_fp8",
+    "fp8_e4m3",
+    "mixed_precision",
+    "fp8_per_channel_per_token",
+)
 _READABLE_FORMATS = (
     "float-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized",
     "mxfp8-quantized", "mixed-precision",
@@ -147,14 +157,23 @@ def plan_dense(quantization: Quantization) -> tuple[dict[str, DenseLeaf], dict[s
     return leaves, problems
 
 
-def marks(quantization: Quantization) -> dict[str, str]:
-    """Return a short text for each quantised leaf, such as "fp8·128x128"."""
+def marks_in(found: Found, tree: TreeEntry) -> dict[str, str]:
+    """Return a short text for each quantised leaf of a tree, such as "fp8·128x128". Damage is no error here."""
+    find_quantized = found.foreign.find_quantized
+    try:
+        quantization = find_quantized(tree) if find_quantized else None
+    except (EformerError, OSError):  # the caller shows the rest of the checkpoint
+        return {}
+    return {} if quantization is None else _marks(quantization)
+
+
+def _marks(quantization: Quantization) -> dict[str, str]:
     leaves, problems = plan_dense(quantization)
     method = str(declared_method(quantization.config) or "quantised")[:40]
     return {name: leaf.mark for name, leaf in leaves.items()} | dict.fromkeys(problems, method)
 
 
-def refuse(quantization: Quantization, path: str, names: Collection[str]) -> None:
+def refuse_raw(quantization: Quantization, path: str, names: Collection[str]) -> None:
     """Raise a QuantizedError if one of these names is the name of a quantised leaf."""
     taken = [name for name in quantization.leaves if name in names]
     if not taken:
@@ -162,7 +181,9 @@ def refuse(quantization: Quantization, path: str, names: Collection[str]) -> Non
     shown = few([f"{readable(name)}: {quantization.leaves[name]}" for name in taken])
     scaled = sum(name in quantization.scales for name in taken)
     weights = f"{len(taken):,} weight{'s' if len(taken) > 1 else ''}"
-    with_scale = " with a scale" if scaled == len(taken) else f", {scaled:,} of them with a scale" if scaled else ""
+    with_scale = (
+        " with a scale" if scaled == len(taken) else f", {scaled:,} of them with a scale" if scaled else ""
+    )
     planner = _Planner(quantization)
     unreadable = [why for name in taken if isinstance(why := planner.plan(name), str) and why]
     way = (
@@ -247,7 +268,7 @@ class _Planner:
         one_byte = scales.dtype == "uint8" or "mxfp8" in str(declared_method(self.found.config)).lower()
         tried = self.blocks or [_MX_BLOCK if one_byte else _DEFAULT_BLOCK]
         candidates = [(*around, *block) for block in tried] if len(shape) > 1 else []
-        if math.prod(grid) == 1 and len(grid) < 2:  # noqa: PLR2004  a matrix of scales is for blocks
+        if math.prod(grid) == 1 and len(grid) < 2:
             candidates = [tuple(max(1, size) for size in shape)]
         elif not is_inverse:
             candidates += _broadcast(shape, grid)
@@ -262,7 +283,7 @@ class _Planner:
     def _grouped(self, name: str, scales: Beside) -> DenseLeaf | str:
         """Plan FP4 numbers of experts, which are stored with their outputs before their inputs."""
         shape = self.found.tree.leaves[name].shape
-        if len(shape) != 4 or shape[-1] != GROUP_BYTES:  # noqa: PLR2004  experts, outputs, groups, bytes
+        if len(shape) != 4 or shape[-1] != GROUP_BYTES:
             return f"{readable(name)} is uint8{list(shape)}, expected [experts, outputs, groups, 16]"
         whole = (*shape[:2], 2 * GROUP_BYTES * shape[2])
         blocks = Blocks("fp4", whole, (1, *_MX_BLOCK), is_grouped=True, is_transposed=True)
@@ -291,7 +312,9 @@ class _Planner:
         """Plan integers of 4 or 8 bits in words of 32 bits."""
         *around, words = self.found.tree.leaves[name].shape or (0,)
         if shape_of and (shape_of.entry.shape != (len(around) + 1,) or not shape_of.dtype.startswith("int")):
-            return f"{readable(shape_of.name)} is {shape_of.entry.described}, expected int64[{len(around) + 1}]"
+            return (
+                f"{readable(shape_of.name)} is {shape_of.entry.described}, expected int64[{len(around) + 1}]"
+            )
         for group in self.groups:
             bits, size = group.get("num_bits"), group.get("group_size")
             if bits not in _BITS or group.get("symmetric") is False or group.get("type", "int") != "int":
@@ -303,7 +326,8 @@ class _Planner:
                 block = tuple(max(1, n) for n in shape)
             blocks = Blocks(_BITS[bits], shape, block)
             if block[-1] % blocks.per_element == 0 and (
-                blocks.grid == scales.entry.shape or math.prod(scales.entry.shape) == math.prod(blocks.grid) == 1
+                blocks.grid == scales.entry.shape
+                or math.prod(scales.entry.shape) == math.prod(blocks.grid) == 1
             ):
                 mark = f"int{bits}{_block_text(blocks)}"
                 return DenseLeaf(_dense_name(name), mark, blocks, scales, shape_of=shape_of)
@@ -317,7 +341,9 @@ def _cannot(method: str) -> str:
 
 def _misfit(name: str, shape: Sequence[int], scales: Beside, tried: Sequence[tuple[int, int]]) -> str:
     blocks = " or ".join(f"{block[0]} x {block[1]}" for block in tried)
-    return f"{readable(name)}: scales {list(scales.entry.shape)} do not fit {list(shape)} in blocks of {blocks}"
+    return (
+        f"{readable(name)}: scales {list(scales.entry.shape)} do not fit {list(shape)} in blocks of {blocks}"
+    )
 
 
 def _broadcast(shape: tuple[int, ...], grid: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -391,10 +417,10 @@ def _declared_blocks(
     config: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[int, int]]:
     for pair in (config.get("weight_block_size"), *(group.get("block_structure") for group in groups)):
-        if isinstance(pair, list) and len(pair) == 2 and all(map(_is_size, pair)):  # noqa: PLR2004
+        if isinstance(pair, list) and len(pair) == 2 and all(map(_is_size, pair)):
             yield (pair[0], pair[1])
     for size in (config.get("group_size"), *(group.get("group_size") for group in groups)):
-        if _is_size(size):
+        if isinstance(size, int) and _is_size(size):
             yield (1, size)
 
 
@@ -406,7 +432,9 @@ def _unconverted(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the modules that a declaration leaves as they are."""
     for key in ("modules_to_not_convert", "ignore", "exclude_modules"):
         modules = config.get(key)
-        yield from (module for module in (modules if isinstance(modules, list) else ()) if isinstance(module, str))
+        yield from (
+            module for module in (modules if isinstance(modules, list) else ()) if isinstance(module, str)
+        )
 
 
 # ------------------------------------------------------------------------------------------- leaves

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 from eformer._engine.formats.model_config import read_config
 from eformer._engine.record.dtypes import dtype_from_name, floating_dtype
 from eformer._engine.record.names import readable
-from eformer._engine.stores.base import Store
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
+    from eformer._engine.stores.base import Store
 
 logger = logging.getLogger("eformer")
 
@@ -180,7 +180,9 @@ def _suspects(leaves: Mapping[str, LeafEntry]) -> dict[str, LeafEntry]:
 def _spelled(*trees: TreeEntry) -> dict[str, Beside]:
     """Return the leaves of trees by their readable names after a dot. Later trees win."""
     return {
-        f".{readable(name)}": Beside(tree, name, entry) for tree in trees for name, entry in tree.leaves.items()
+        f".{readable(name)}": Beside(tree, name, entry)
+        for tree in trees
+        for name, entry in tree.leaves.items()
     }
 
 
@@ -242,9 +244,7 @@ def _candidates(name: str, dtype: str, *, is_declared: bool) -> Iterator[str]:
 # ------------------------------------------------------------------------------------- by configuration
 
 
-def _declared(
-    stores: Sequence[Store], metadata: Mapping[str, Any]
-) -> tuple[str | None, Mapping[str, Any]]:
+def _declared(stores: Sequence[Store], metadata: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
     """Describe how the header or a configuration declares the model as quantised, and return the declaration; None and
     an empty dict if it is not declared."""
     for origin, config in _configurations(stores, metadata):

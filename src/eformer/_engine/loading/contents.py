@@ -22,6 +22,7 @@ from eformer.errors import MismatchError, StructureError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
+    from eformer._engine.formats.dense import DenseTree
     from eformer._engine.record.lazy_arrays import LeafReader
     from eformer._engine.record.planned import LazyArray
     from eformer._engine.record.rename import Renamed, Rule

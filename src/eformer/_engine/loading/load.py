@@ -380,7 +380,8 @@ class Load:
         request = self.request
         found = request.whole_of(found) if request.whole_of else found
         with reading(found):
-            # Rules, scales and SHA-256 need all extents now. Otherwise `place` reads only the process records that it needs.
+            # Rules, scales and SHA-256 need all extents now. Otherwise `place` reads only the process records that it
+            # needs.
             needs_all = request.rename is not None or request.sha256 is not None or bool(request.dequant)
             entry = found.tree(request.prefix) if needs_all else found.listed(request.prefix)
             paths = found.left_out(request.prefix)

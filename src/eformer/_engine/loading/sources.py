@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from eformer._engine.formats.dense import dense_tree, refuse, refuse_problems
+from eformer._engine.formats.dense import dense_tree, refuse_problems, refuse_raw
 from eformer._engine.formats.find import reading
 from eformer._engine.formats.process_records import ListedLeaf
 from eformer._engine.formats.quantized import dense_name, dtype_of_dequant, quantization_of
@@ -30,9 +30,9 @@ from eformer._engine.loading.read_plan import Want, plan_reads
 from eformer._engine.loading.rules import PartitionSpec
 from eformer._engine.loading.select import floating_dtype_of, is_scalar, kind_of_dtype, kind_of_number
 from eformer._engine.record.boxes import Box
+from eformer._engine.record.dequantized import dequantized_in
 from eformer._engine.record.digests import sha256_of
 from eformer._engine.record.dtypes import dtype_from_name, is_floating, raw_pieces
-from eformer._engine.record.dequantized import dequantized_in
 from eformer._engine.record.lazy_arrays import Stacked, stored_leaves
 from eformer._engine.record.names import BARE_LEAF, readable, refuse_root, resolve
 from eformer._engine.record.pieces import bounding, pieces
@@ -253,9 +253,7 @@ def read_as_numbers(source: LoadSource, request: Request, like: Leaves | None) -
     source.contents = with_numbers(source.contents, tree)
 
 
-def _dtypes_in(
-    like: Leaves, source: LoadSource, tree: DenseTree, request: Request
-) -> dict[str, str] | None:
+def _dtypes_in(like: Leaves, source: LoadSource, tree: DenseTree, request: Request) -> dict[str, str] | None:
     """Return the dtypes that `like` has for the weights of the dense tree; None if it does not have them as floating
     arrays."""
     contents: Contents | None = with_numbers(source.contents, tree)
@@ -304,7 +302,7 @@ def refuse_quantized(
     taken = {id(stored) for name in names for stored in source.contents.stored(name)}
     leaves, path = source.entry.leaves, source.found.path
     if source.numbers is None:
-        refuse(quantized, path, {name for name in quantized.leaves if id(leaves[name]) in taken})
+        refuse_raw(quantized, path, {name for name in quantized.leaves if id(leaves[name]) in taken})
     else:
         problems = source.numbers.problems
         refuse_problems(quantized, path, {n: why for n, why in problems.items() if id(leaves[n]) in taken})

@@ -35,7 +35,13 @@ _PER_ELEMENT: dict[Codes, int] = {"float8": 1, "fp4": 2, "int4": 8, "int8": 4}
 _NO_NUMBER = 255  # as an exponent
 _CHUNK = 2**16  # stored elements at a time, so that their indexes stay in the processor's cache
 _MANY = 2**11  # elements with one scale, from which a table of their products is worth its time
-_WORDS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "complex128"}  # dtypes that numpy copies fast
+_WORDS = {
+    1: "uint8",
+    2: "uint16",
+    4: "uint32",
+    8: "uint64",
+    16: "complex128",
+}  # dtypes that numpy copies fast
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +104,7 @@ class Dequantized(LazyArray):
         self.inners: Sequence[StoredLeaf] = [weight, scales, *([] if whole is None else [whole])]
         self.shape, self.dtype = blocks.exchanged(blocks.shape), dtype_from_name(dtype)
         self.in_order = not blocks.is_transposed
-        self.slow_axis = len(self.shape) - 1 if blocks.is_transposed and len(self.shape) == 2 else 0  # noqa: PLR2004
+        self.slow_axis = len(self.shape) - 1 if blocks.is_transposed and len(self.shape) == 2 else 0
 
     def cast(self, dtype: str) -> Dequantized:
         """Return the weight as numbers of another dtype."""
@@ -168,7 +174,7 @@ class _Scales(NamedTuple):
 
     @property
     def are_bytes(self) -> bool:
-        return self.stored.dtype.itemsize == 1
+        return bool(self.stored.dtype.itemsize == 1)
 
     @property
     def values(self) -> Array:
@@ -184,7 +190,8 @@ class _Scales(NamedTuple):
 
 def _combined(scales: Array, factor: float, divides: bool) -> Array:
     with np.errstate(all="ignore"):
-        return scales / np.float32(factor) if divides else scales * np.float32(factor)
+        combined: Array = scales / np.float32(factor) if divides else scales * np.float32(factor)
+    return combined
 
 
 @lru_cache(64)
@@ -200,9 +207,9 @@ def _byte_scales(dtype: str, factor: float, divides: bool) -> Array:
 def _byte_numbers(codes: Codes, dtype: np.dtype[Any]) -> Array:
     """Return the numbers of every byte: one of FP8, or two of FP4, the lower half first."""
     every = np.arange(256, dtype=np.uint8)
-    if codes == "fp4":
-        return unpack_nibbles(every).view(ml_dtypes.float4_e2m1fn).astype(np.float32).reshape(256, 2)
-    return every.view(dtype).astype(np.float32).reshape(256, 1)
+    is_fp4 = codes == "fp4"
+    stored = unpack_nibbles(every).view(ml_dtypes.float4_e2m1fn) if is_fp4 else every.view(dtype)
+    return np.asarray(stored, np.float32).reshape(256, -1)
 
 
 # ------------------------------------------------------------------------------------------- products

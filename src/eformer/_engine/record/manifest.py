@@ -219,15 +219,20 @@ class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self.leaves.values())
 
-    def lines(self) -> list[LeafLine]:
-        """Return one line for each leaf, for display."""
-        arrays = [LeafLine(name, printable(e.described), e.nbytes) for name, e in self.leaves.items()]
+    def lines(self, marks: Mapping[str, str] | None = None) -> list[LeafLine]:
+        """Return one line for each leaf, for display. `marks` are texts to show beside some leaves."""
+        marks = marks or {}
+        arrays = [
+            LeafLine(name, printable(f"{entry.described} {marks.get(name, '')}".rstrip()), entry.nbytes)
+            for name, entry in self.leaves.items()
+        ]
         return arrays + [LeafLine(name, value_text(value)) for name, value in self.raw_values.items()]
 
-    def summary(self, prefix: str = "") -> TreeSummary:
-        """Summarize the tree for display. A damaged entry is in the summary; it does not raise."""
+    def summary(self, prefix: str = "", marks: Mapping[str, str] | None = None) -> TreeSummary:
+        """Summarize the tree for display, with `marks` beside some leaves. A damaged entry is in the summary; it does
+        not raise."""
         try:
-            entries, lines = self.leaves.values(), self.lines()
+            entries, lines = self.leaves.values(), self.lines(marks)
         except FormatError as error:
             return TreeSummary(prefix, self.written_by, self.saved_at, problem=str(error))
         dtypes = Counter[str]()

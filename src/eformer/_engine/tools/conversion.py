@@ -156,9 +156,7 @@ def _select(
     names = {name: name for name in (*arrays, *raw)} if root is None else names_below([*arrays, *raw], root)
     if not names and root is not None:
         refuse_root([*arrays, *raw], root)
-    if choice == LeafChoice(root) and (
-        part := part_below(view.structure, root or "", names)
-    ):
+    if choice == LeafChoice(root) and (part := part_below(view.structure, root or "", names)):
         return _part_tree(view, arrays, names, *part, cast)
     below = {names[name]: array for name, array in arrays.items() if name in names}
     values = {names[name]: value for name, value in raw.items() if name in names}

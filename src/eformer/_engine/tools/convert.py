@@ -11,11 +11,11 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
-from eformer._engine.formats.dense import refuse
+from eformer._engine.formats.dense import refuse_raw
 from eformer._engine.formats.find import look_at
 from eformer._engine.formats.others.peft import CONFIG, WEIGHTS, with_config
 from eformer._engine.formats.quantized import dtype_of_dequant
@@ -195,8 +195,7 @@ def _open(
     def opened(found: Found) -> tuple[Found, dict[str, View]]:
         old_prefixes = {"": prefix} if prefix is not None else {name: name for name in found.trees}
         return found, {
-            name: stack.enter_context(View(found, old, dequant=dequant))
-            for name, old in old_prefixes.items()
+            name: stack.enter_context(View(found, old, dequant=dequant)) for name, old in old_prefixes.items()
         }
 
     return look_at(source, opened, choose=partial(path_of_step, step=step))
@@ -249,7 +248,7 @@ def _require_numbers(found: Found, trees: Iterable[ConvertedTree]) -> None:
         if tree.view.has_numbers:
             tree.view.refuse_problems(taken)
         elif find_quantized and (quantization := find_quantized(tree.view.tree)):
-            refuse(quantization, found.path, taken)
+            refuse_raw(quantization, found.path, taken)
 
 
 def _budget(memory: int | None, trees: Mapping[str, ConvertedTree], target: TargetFormat) -> int:

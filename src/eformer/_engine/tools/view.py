@@ -6,13 +6,13 @@ import builtins
 import operator
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from eformer._engine.formats.dense import dense_tree, refuse_problems
+from eformer._engine.formats.dense import dense_tree, marks_in, refuse_problems
 from eformer._engine.formats.find import look_at, signer_of, was_replaced
 from eformer._engine.formats.quantized import dtype_of_dequant, quantization_of
 from eformer._engine.formats.run_steps import path_of_step
@@ -60,6 +60,7 @@ class Inspection(Shown):
     left_out    files in the directory that are not read and may hold leaves
     signed_by   the id of the key that has signed the checkpoint, as the signature claims: only `verify` checks it
     digest      the digest of the manifest, which differs after every save
+    quantized   for each tree of another program, the quantised leaves with their methods, such as "fp8·128x128"
 
     Example:
 
@@ -74,6 +75,7 @@ class Inspection(Shown):
     left_out: tuple[str, ...] = ()
     signed_by: str | None = None
     digest: str = NO_DIGEST
+    quantized: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -86,7 +88,7 @@ class Inspection(Shown):
         return self.trees[prefix].metadata
 
     def _shown(self) -> tuple[str, Sequence[TreeSummary], Sequence[str]]:
-        trees = [tree.summary(prefix) for prefix, tree in self.trees.items()]
+        trees = [tree.summary(prefix, self.quantized.get(prefix)) for prefix, tree in self.trees.items()]
         return f"checkpoint ({self.format})", trees, self.left_out
 
 
@@ -115,6 +117,7 @@ def _inspected(found: Found) -> Inspection:
         left_out=found.left_out(),
         signed_by=signer_of(found),
         digest=found.manifest.digest,
+        quantized={each: marks for each, tree in found.trees.items() if (marks := marks_in(found, tree))},
     )
 
 
@@ -132,8 +135,9 @@ def open(  # noqa: A001
 
     Indexing a leaf reads the indexed elements and checks them against their digests. `prefix` selects one of several
     trees. Elements come as stored; with `dequant`, a floating dtype such as "bf16", the weights of a quantised model
-    come as numbers, see `load`. Otherwise they lack their scales. `cache` keeps bytes from a bucket on the disk. With `signed_by`, a public key, bytes that its owner has not signed raise an error. Of a run,
-    `step` is the number of another step than the newest, or "best".
+    come as numbers, see `load`. Otherwise they lack their scales. `cache` keeps bytes from a bucket on the disk. With
+    `signed_by`, a public key, bytes that its owner has not signed raise an error. Of a run, `step` is the number of
+    another step than the newest, or "best".
 
     Example:
 
