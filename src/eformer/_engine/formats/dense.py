@@ -194,7 +194,7 @@ def refuse_raw(quantization: Quantization, path: str, names: Collection[str]) ->
     )
     raise QuantizedError(
         f"{path} is quantised: {quantization.how}, {weights}{with_scale} ({shown}). Read raw, the weights would be "
-        f"wrong. {way[:1].upper()}{way[1:]}"
+        f"wrong. {way}"
     )
 
 
