@@ -1,6 +1,8 @@
 """Quantised models of other programs load, open and convert as numbers, by every method that can be read."""
 
 import json
+import pickle
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from eformer.errors import CorruptionError, FormatError, QuantizedError
 F8, E8, BF = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, ml_dtypes.bfloat16
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 NORM = {"norm.weight": np.ones(3, np.float32)}
+SAMPLES = Path(__file__).parents[2] / "compat"
 RNG = np.random.default_rng(5)
 
 
@@ -340,19 +343,12 @@ def test_scales_may_lie_in_another_file_with_an_index_or_without(tmp_path):
     assert bits(load(path, dequant="bf16")["a"]["weight"]) == bits(expected.astype(BF))
 
 
-def test_files_of_pytorch_are_read_as_numbers(samples):
+def test_files_of_pytorch_are_read_as_numbers():
     for sample in ("fp8.pt", "distributed_fp8"):
-        loaded = load(samples / "torch" / sample, dequant="bf16")
+        loaded = load(SAMPLES / "torch" / sample, dequant="bf16")
         assert list(loaded["model"]["a"]) == ["weight"]
-        raw = load(samples / "torch" / sample, dequant=False)["model"]["a"]
+        raw = load(SAMPLES / "torch" / sample, dequant=False)["model"]["a"]
         assert bits(loaded["model"]["a"]["weight"]) == bits(raw["weight"].astype(BF))
-
-
-@pytest.fixture
-def samples():
-    from pathlib import Path
-
-    return Path(__file__).parents[2] / "compat"
 
 
 def test_both_stored_leaves_are_checked_against_their_digests(tmp_path):
@@ -444,8 +440,6 @@ def test_scales_that_do_not_fit_are_refused_and_no_quotient_is_guessed(tmp_path,
 def test_a_stored_shape_that_does_not_fit_is_refused(tmp_path, shape):
     leaves, config, _ = int4_groups()
     path = model(tmp_path, leaves | {"a.weight_shape": np.array(shape)}, config)
-    if shape == [6, 56]:  # less than the last word, but not less than the last group
-        shape[1] = 57
     with pytest.raises(
         FormatError, match=r"a\.weight is \[.*\] by its weight_shape, expected at most \[6, 64\]"
     ):
@@ -477,18 +471,15 @@ def test_a_dense_leaf_beside_its_quantised_form_is_refused(tmp_path):
 def test_a_declaration_that_makes_no_sense_is_refused_or_passed_over(tmp_path, config):
     leaves, _, expected = fp8_blocks()
     path = model(tmp_path, leaves, config)
-    try:
-        loaded = load(path, dequant="bf16")
-    except QuantizedError as error:
-        assert "cannot be dequantised" in str(error)
-    else:
-        assert bits(loaded["a"]["weight"]) == bits(expected.astype(BF))
     assert checkpoint.inspect(path).quantized
+    if config["quant_method"] == ["fp8"]:
+        with pytest.raises(QuantizedError, match="cannot be dequantised here"):
+            load(path, dequant="bf16")
+    else:
+        assert bits(load(path, dequant="bf16")["a"]["weight"]) == bits(expected.astype(BF))
 
 
 def test_a_view_of_numbers_shows_dense_leaves_and_can_be_pickled(tmp_path):
-    import pickle
-
     leaves, config, expected = fp8_blocks()
     path = model(tmp_path, {**leaves, **NORM}, config)
     with checkpoint.open(path, dequant="bf16") as view, pickle.loads(pickle.dumps(view)) as copy:

@@ -347,7 +347,7 @@ def _multiply_directly(
 
 
 def _rows_at_once(codes: Array) -> int:
-    return min(len(codes), max(1, _CHUNK // max(1, codes.shape[1])))
+    return int(min(len(codes), max(1, _CHUNK // max(1, codes.shape[1]))))
 
 
 def _chunks(codes: Array) -> Iterator[slice]:
