@@ -280,6 +280,13 @@ def test_a_like_with_other_dtypes_or_names_is_no_default(tmp_path, dtype):
         load(path, like=like if dtype == "int8" else {"b": jnp.zeros((300, 200))})
 
 
+def test_a_like_that_lacks_a_weight_is_no_default(tmp_path):
+    leaves, config, _ = fp8_blocks()
+    path = model(tmp_path, {**leaves, "b.weight": f8(4, 4), "b.weight_scale_inv": f32(1, 1)}, config)
+    with pytest.raises(QuantizedError, match='Pass dequant="bf16"'):
+        load(path, like={"a": {"weight": jnp.zeros((300, 200), BF)}})
+
+
 def test_a_partial_load_takes_the_weights_that_like_has(tmp_path):
     leaves, config, expected = fp8_blocks()
     path = model(tmp_path, {**leaves, "b.weight": f8(4, 4), "b.weight_scale_inv": f32(1, 1)}, config)
@@ -396,6 +403,35 @@ def test_methods_that_cannot_be_read_are_refused_by_name(tmp_path, method):
         load(path)
     assert list(load(path, dequant="bf16", keys="norm")) == ["norm.weight"]
     assert checkpoint.inspect(path).quantized[""]
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        ({"format": "marlin-24"}, "marlin-24"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
+        ({"format": "float-quantized", "transform_config": {"config_groups": {"R1": {}}}}, "float-quantized"),
+    ],
+)
+def test_weights_that_need_more_than_their_scales_are_refused(tmp_path, config, method):
+    path = model(tmp_path, fp8_tensor()[0], {"quant_method": "compressed-tensors"} | config)
+    with pytest.raises(QuantizedError, match=f"compressed-tensors {method} cannot be dequantised here"):
+        load(path, dequant="bf16")
+
+
+def test_modelopt_may_declare_its_method_in_a_file_of_its_own(tmp_path):
+    leaves, _, expected = modelopt()
+    path = model(tmp_path, leaves | {"a.k_scale": f32(1), "a.v_scale": f32(1)})
+    for algorithm, is_known in (("FP8", True), ("W4A8_AWQ", False)):
+        declaration = {"quantization": {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8"}}
+        (path / "hf_quant_config.json").write_text(json.dumps(declaration))
+        if is_known:
+            loaded, report = load(path, dequant="bf16", return_report=True)
+            assert bits(loaded["a"]["weight"]) == bits(expected.astype(BF))
+            assert set(report.left_out) == {"a.input_scale", "a.k_scale", "a.v_scale"}
+        else:
+            with pytest.raises(QuantizedError, match="w4a8_awq cannot be dequantised here"):
+                load(path, dequant="bf16")
 
 
 @pytest.mark.parametrize("more", ["weight_zero_point", "weight_g_idx"])
