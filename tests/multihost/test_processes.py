@@ -76,6 +76,15 @@ def test_layers_of_another_program_land_renamed_and_each_process_reads_its_own(t
         assert layers / 2 + embed <= nbytes < layers / 2 + embed + 4096
 
 
+def test_each_process_reads_the_codes_and_scales_of_its_part_of_a_quantised_weight(two, tmp_path):
+    rng = np.random.default_rng(0)
+    q, s = rng.normal(size=(4096, 1024)).astype(ml_dtypes.float8_e4m3fn), rng.random((32, 8), np.float32)
+    save_file({"a.weight": q, "a.weight_scale_inv": s}, tmp_path / "model.safetensors")
+    expected = (q.astype("f4") * s.repeat(128, 0).repeat(128, 1)).astype(ml_dtypes.bfloat16)
+    for nbytes in succeed(two.run("load_dense", tmp_path / "model.safetensors", expected)):
+        assert q.nbytes / 2 < nbytes < q.nbytes / 2 + 2048
+
+
 def test_a_callback_that_raises_in_one_process_fails_the_save_of_all(two, path):
     succeed(two.run("save_tree", path, "sync", {}))
     ours, theirs = two.run("save_and_load_watched", path, {}, 1)

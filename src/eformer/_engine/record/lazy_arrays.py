@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from eformer._engine.record.boxes import Box, contiguous
-from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.dtypes import dtype_from_name, name_of_dtype
 from eformer._engine.record.lazy import lazy_property
+from eformer._engine.record.manifest import LeafEntry
 from eformer._engine.record.planned import LazyArray
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from eformer._engine.record.manifest import LeafEntry
 
 Array = np.ndarray[Any, Any]
 
@@ -168,10 +167,23 @@ def stored_leaves(array: LazyArray) -> list[StoredLeaf]:
     """List the stored leaves behind an array."""
     if isinstance(array, StoredLeaf):
         return [array]
-    if isinstance(array, Stacked):
-        return [stored for inner in array.inners for stored in stored_leaves(inner)]
-    assert isinstance(array, (Transposed, Unstacked))
-    return stored_leaves(array.inner)
+    return [stored for inner in inners_of(array) for stored in stored_leaves(inner)]
+
+
+def entry_of(array: LazyArray) -> LeafEntry:
+    """Return the record of a stored array, or describe an array that is computed from stored arrays."""
+    if isinstance(array, StoredLeaf):
+        return array.entry
+    (first, *_) = stored_leaves(array)
+    return LeafEntry(name_of_dtype(array.dtype), array.shape, (), first.entry.home)
+
+
+def inners_of(array: LazyArray) -> Sequence[LazyArray]:
+    """Return the arrays that an array reads."""
+    if isinstance(array, (Transposed, Unstacked)):
+        return [array.inner]
+    inners: Sequence[LazyArray] = getattr(array, "inners", ())
+    return inners
 
 
 def _without(numbers: Sequence[int], axis: int) -> tuple[int, ...]:
