@@ -140,7 +140,7 @@ class Rearranged(LazyArray):
         return self.parts[0].layout.slow_axis(self._latest.slow_axis)
 
     @property
-    def inners(self) -> list[LazyArray]:
+    def inners(self) -> list[LazyArray]:  # type: ignore[override]
         return [part.sources[index] for part in self.parts for index in sorted(part.sources)]
 
     @property
@@ -234,13 +234,10 @@ class Computed(LazyArray):
 
     def __init__(self, inner: LazyArray, dtype: np.dtype[Any], verb: str = "", number: float = 0) -> None:
         self.inner, self.verb, self.number = inner, verb, np.float32(number)
+        self.inners = [inner]
         self.shape, self.dtype = inner.shape, dtype
         self.is_changed = bool(verb) or inner.is_changed
         self.in_order, self.slow_axis = inner.in_order, inner.slow_axis
-
-    @property
-    def inners(self) -> list[LazyArray]:
-        return [self.inner]
 
     def read(self, box: Box) -> Array:
         elements = self.inner.read(box)
@@ -258,12 +255,9 @@ class Resized(LazyArray):
 
     def __init__(self, inner: LazyArray, shape: Sequence[int]) -> None:
         self.inner, self.shape, self.dtype = inner, tuple(shape), inner.dtype
+        self.inners = [inner]
         self.is_changed = inner.is_changed
         self.in_order, self.slow_axis = inner.in_order, inner.slow_axis
-
-    @property
-    def inners(self) -> list[LazyArray]:
-        return [self.inner]
 
     def read(self, box: Box) -> Array:
         there = box.overlap(Box.whole(self.inner.shape))

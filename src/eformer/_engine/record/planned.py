@@ -47,10 +47,7 @@ class LazyArray:
     slow_axis: int = 0
     keeps_dtype: bool = False
     is_changed: bool = False
-
-    @property
-    def inners(self) -> Sequence[LazyArray]:
-        return ()
+    inners: Sequence[LazyArray] = ()
 
     def read(self, box: Box) -> np.ndarray[Any, Any]:
         """Read one box."""
