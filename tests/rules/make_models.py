@@ -35,6 +35,8 @@ DECODER = {
     "eos_token_id": 2,
 }
 HEADS_OF_QWEN2 = {key: value for key, value in DECODER.items() if key != "head_dim"} | {"hidden_size": 24}
+# Tunix rotates by this number, whatever its config says.
+ROPE = {"rope_parameters": {"rope_theta": 1_000_000.0, "rope_type": "default"}}
 LAYERS_OF_GEMMA = {"num_hidden_layers": 4, "sliding_window": 8}
 VISION = {
     "hidden_size": 10,
@@ -71,14 +73,14 @@ LINEAR = {
 
 # The name of a model, its class, and its config.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", DECODER),
-    "llama-tied": ("LlamaForCausalLM", DECODER | {"tie_word_embeddings": True}),
+    "llama": ("LlamaForCausalLM", DECODER | ROPE),
+    "llama-tied": ("LlamaForCausalLM", DECODER | ROPE | {"tie_word_embeddings": True}),
     "mistral": ("MistralForCausalLM", DECODER),
-    "qwen2": ("Qwen2ForCausalLM", HEADS_OF_QWEN2),
-    "qwen2-tied": ("Qwen2ForCausalLM", HEADS_OF_QWEN2 | {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3ForCausalLM", DECODER),
-    "qwen3-tied": ("Qwen3ForCausalLM", DECODER | {"tie_word_embeddings": True}),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", DECODER | EXPERTS | {"num_experts": 3, "norm_topk_prob": True}),
+    "qwen2": ("Qwen2ForCausalLM", HEADS_OF_QWEN2 | ROPE),
+    "qwen2-tied": ("Qwen2ForCausalLM", HEADS_OF_QWEN2 | ROPE | {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3ForCausalLM", DECODER | ROPE),
+    "qwen3-tied": ("Qwen3ForCausalLM", DECODER | ROPE | {"tie_word_embeddings": True}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", DECODER | ROPE | EXPERTS | {"num_experts": 3, "norm_topk_prob": True}),
     "mixtral": ("MixtralForCausalLM", DECODER | {"num_local_experts": 3}),
     "deepseek_v3": ("DeepseekV3ForCausalLM", DECODER | DEEPSEEK),
     "deepseek_v2": (
@@ -301,4 +303,4 @@ HUB = {"gemma3": _tower_of_the_hub, "qwen3_5_moe": _fused_experts}
 
 if __name__ == "__main__":
     for each in sys.argv[1:] or CASES:
-        print(each, make(each), "bytes")
+        sys.stdout.write(f"{each}: {make(each)} bytes\n")

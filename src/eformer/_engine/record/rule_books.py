@@ -111,7 +111,7 @@ def find_book(name: str, model_type: str | None = None) -> Book:
         family, layout = model_type, family
     file = _serving(family)
     if file is None and not slash and layout in _files()[_GENERIC].layouts:
-        file = _files()[_GENERIC]
+        family, file = _GENERIC, _files()[_GENERIC]
     if file is None or not _has(file, layout):
         raise NotFoundError(_unknown(name, family, layout, file))
     return _composed(family, file, layout)
@@ -130,8 +130,8 @@ def _without_family(layout: str) -> Book:
         raise NotFoundError(_unknown(layout, "", layout, None))
     listed = ", ".join(map(repr, known[:_MOST_NAMED]))
     raise NotFoundError(
-        f"{layout!r} is a layout of several families, and no config.json says the family of this model; name both, such "
-        f"as {listed}"
+        f"{layout!r} is a layout of several families, and no config.json says the family of this model; name "
+        f"both, such as {listed}"
     )
 
 
@@ -254,8 +254,9 @@ def _with_layouts_of(file: _File, others: Mapping[str, _File]) -> _File:
 
 
 def _listed(file: _File) -> Family:
-    kinds = file.model_types
-    return Family(file.name, file.title, file.version, file.tested_with, kinds, tuple(file.layouts))
+    """Describe a file. The layouts for all models are among the layouts of every family."""
+    layouts = dict.fromkeys((*_files()[_GENERIC].layouts, *file.layouts))
+    return Family(file.name, file.title, file.version, file.tested_with, file.model_types, tuple(layouts))
 
 
 def _serving(family: str) -> _File | None:
