@@ -241,6 +241,56 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "gemma4": (
+        "Gemma4ForConditionalGeneration",
+        {
+            "text_config": DECODER
+            | {
+                "num_hidden_layers": 12,
+                "sliding_window": 8,
+                "global_head_dim": 10,
+                "num_global_key_value_heads": 1,
+                "attention_k_eq_v": True,
+                "enable_moe_block": True,
+                "num_experts": 3,
+                "top_k_experts": 2,
+                "moe_intermediate_size": 7,
+                "hidden_size_per_layer_input": 0,
+                "num_kv_shared_layers": 0,
+                "tie_word_embeddings": True,
+            },
+            "vision_config": VISION | {"num_key_value_heads": 2, "head_dim": 4, "position_embedding_size": 9},
+            "audio_config": None,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3n": (
+        "Gemma3nForCausalLM",
+        DECODER
+        | {
+            "num_hidden_layers": 5,
+            "sliding_window": 8,
+            "hidden_size_per_layer_input": 7,
+            "vocab_size_per_layer_input": 31,
+            "altup_num_inputs": 3,
+            "laurel_rank": 5,
+            "num_kv_shared_layers": 0,
+            "intermediate_size": [13] * 5,
+            "activation_sparsity_pattern": [0.0] * 5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama4_text": (
+        "Llama4ForCausalLM",
+        DECODER
+        | {
+            "num_hidden_layers": 4,
+            "intermediate_size_mlp": 11,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
 }
 
 
