@@ -15,11 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from eformer._engine.formats.model_config import read_config
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.names import readable
 from eformer._engine.record.text import few
-from eformer._engine.record.values import parse_lenient
-from eformer._engine.stores.base import Store, read_whole
+from eformer._engine.stores.base import Store
 from eformer.errors import FormatError, QuantizedError
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ logger = logging.getLogger("eformer")
 
 _OFTEN_OTHER = "params.json"  # by Mistral; many programs use the name for other things
 _CONFIGS = ("config.json", "hf_quant_config.json", _OFTEN_OTHER)  # by Hugging Face, ModelOpt, Mistral
-_MOST_CONFIG = 2**26  # bytes
 # The fields of a configuration that declare it; "quantization" is by MLX, ModelOpt and Mistral.
 _DECLARATIONS = ("quantization_config", "compression_config", "quantization")
 # A declaration has a value in one of these: codecs have a "quantization" of audio, and a cache alone may be quantised.
@@ -270,10 +269,7 @@ def _parts_of(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _read_config(store: Store, file: str) -> dict[str, Any]:
     try:
-        data, _ = read_whole(store, file, _MOST_CONFIG)
-        return parse_lenient(data, dict[str, Any], f"{store.path_to(file)} is not a configuration")
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
+        return read_config(store, file)
     except (FormatError, PermissionError) as error:  # the names of the leaves may still tell
         if file != _OFTEN_OTHER:
             logger.warning("%s; eformer cannot tell whether it declares the model as quantised", error)
