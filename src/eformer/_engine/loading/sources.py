@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from eformer._engine.loading.select import LeafTarget
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
     from eformer._engine.record.planned import LazyArray
-    from eformer._engine.record.rename import Renamed, Rules
+    from eformer._engine.record.rename import Renamed, RenamingRules
     from eformer._engine.stores.base import Files, Store
     from eformer._engine.tasks.progress import Meter
 
@@ -159,7 +159,7 @@ def model_facts(store: Store, request: Request, like: Leaves | None) -> ModelFac
     return found
 
 
-def rename_leaves(sources: Sequence[LoadSource], rules: Rules) -> None:
+def rename_leaves(sources: Sequence[LoadSource], rules: RenamingRules) -> None:
     """Apply the rules to the leaves of each checkpoint, and warn of rules that match no leaf of any checkpoint."""
     found = [_rename(source, rules, is_alone=len(sources) == 1) for source in sources]
     unused = [result.unused_rules for result in found]
@@ -169,7 +169,7 @@ def rename_leaves(sources: Sequence[LoadSource], rules: Rules) -> None:
         logger.warning("rename=: %s", few(notes))
 
 
-def _rename(source: LoadSource, rules: Rules, *, is_alone: bool) -> Renamed:
+def _rename(source: LoadSource, rules: RenamingRules, *, is_alone: bool) -> Renamed:
     """Apply the rules to the leaves of a checkpoint. An error names the checkpoint if it is one of several."""
     try:
         source.contents, result = renamed(

@@ -18,7 +18,7 @@ import numpy as np
 
 from eformer._engine.record.axes import Layout, all_names, lattice, size_of, solve
 from eformer._engine.record.dtypes import dtype_from_name, is_floating, name_of_dtype
-from eformer._engine.record.lazy_arrays import Computed, Part, Rearranged, Resized
+from eformer._engine.record.lazy_arrays import Computed, SourceBlock, Rearranged, Resized
 from eformer._engine.record.notation import REST, blocks_of
 from eformer._engine.record.templates import KnownSizes, Template
 from eformer.errors import FormatError
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.record.axes import Sizes
     from eformer._engine.record.expressions import Numbers
-    from eformer._engine.record.notation import Axis, AxisRule, Leaf, ValueStep
+    from eformer._engine.record.notation import Axis, AxisRule, LeafPattern, ValueStep
     from eformer._engine.record.planned import LazyArray
     from eformer._engine.record.templates import Bound
 
@@ -305,7 +305,7 @@ class Assembly:
         return sizes
 
     def _equations(
-        self, ready: ReadyRule, leaf: Leaf, shape: tuple[int, ...] | None
+        self, ready: ReadyRule, leaf: LeafPattern, shape: tuple[int, ...] | None
     ) -> Iterator[tuple[Axis, int]]:
         """Yield the axes of a target whose sizes are known, without stacked and padded ones."""
         numbered = {name for pair in ready.pairs for name in pair.numbered}
@@ -377,7 +377,7 @@ class Assembly:
         for number, members in target.members.items():
             chosen = {axis: target.bound[axis] for axis in ready.pairs[number].chosen}
             sources = {index: member.array for index, member in members.items()}
-            parts.append(Part(plan.layouts[number], sources, chosen))
+            parts.append(SourceBlock(plan.layouts[number], sources, chosen))
         if len(parts) == 1 and parts[0].is_all:
             return target.first.array
         return Rearranged(parts, plan.shape)
@@ -512,7 +512,7 @@ def _with_steps(array: LazyArray, target: Target, name: str) -> LazyArray:
     return array
 
 
-def _with_step(step: ValueStep, array: LazyArray, ready: ReadyRule, leaf: Leaf, name: str) -> LazyArray:
+def _with_step(step: ValueStep, array: LazyArray, ready: ReadyRule, leaf: LeafPattern, name: str) -> LazyArray:
     if step.verb == "pad":
         return _padded(step, array, ready, leaf, name)
     if step.verb == "cast":
@@ -533,7 +533,7 @@ def _factor(step: ValueStep, ready: ReadyRule, name: str, array: LazyArray) -> f
     return number
 
 
-def _padded(step: ValueStep, array: LazyArray, ready: ReadyRule, leaf: Leaf, name: str) -> LazyArray:
+def _padded(step: ValueStep, array: LazyArray, ready: ReadyRule, leaf: LeafPattern, name: str) -> LazyArray:
     assert step.number
     if step.axis not in (leaf.axes or ()):
         return array

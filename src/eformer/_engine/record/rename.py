@@ -1,6 +1,6 @@
 """Rename leaves and move their elements by rules; `docs/guides/renaming.md` describes their syntax.
 
-Rules are stages: the rules of a stage see the names that the stage before has made. Read backwards, the last stage
+RenamingRules are stages: the rules of a stage see the names that the stage before has made. Read backwards, the last stage
 comes first.
 
 Tests: tests/engine/record/test_rename.py, tests/engine/record/test_rename_axes.py.
@@ -134,7 +134,7 @@ def _difference(one: LazyArray, other: LazyArray) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class RenamingRules:
     """Rules of one text or several, and the direction. Each text sees the names that the text before has made."""
 
     texts: tuple[RuleText | BookName, ...] = ()
@@ -153,7 +153,7 @@ class Rules:
             for stage in text.stages if isinstance(text, RuleText) else ():
                 yield from stage
 
-    def of_model(self, numbers: Mapping[str, Any]) -> Rules:
+    def of_model(self, numbers: Mapping[str, Any]) -> RenamingRules:
         """Return the rules with the books for a model in the place of names of layouts."""
         kind = numbers.get("model_type")
         kind = kind if isinstance(kind, str) else None
@@ -228,20 +228,20 @@ class _Known:
         return next((p[key] for p in parts if isinstance(p, Mapping) for key in keys if p.get(key)), None)
 
 
-def rules_from(given: RenameRules, *, back: bool = False) -> Rules:
+def rules_from(given: RenameRules, *, back: bool = False) -> RenamingRules:
     """Parse rules in any form that a caller may pass. A string without line breaks and arrows is the name of a book if
     there is one, else a path."""
     if callable(given):
         raise TypeError("rename= is a function; expected rules: pairs of a pattern and a new name, or a file")
     if isinstance(given, (str, os.PathLike)):
-        return Rules((_named(given),), back)
+        return RenamingRules((_named(given),), back)
     items: list[Any] = [*given.items()] if isinstance(given, Mapping) else [*given]
-    return Rules(tuple(_texts(items)), back)
+    return RenamingRules(tuple(_texts(items)), back)
 
 
-def parse_rules(text: str, origin: str) -> Rules:
+def parse_rules(text: str, origin: str) -> RenamingRules:
     """Parse the rules of a file. A single error lists all lines that are not rules."""
-    return Rules((_parsed(text.splitlines(), origin, ""),))
+    return RenamingRules((_parsed(text.splitlines(), origin, ""),))
 
 
 def parse_book(name: str, model_type: str | None = None) -> RuleText:
