@@ -152,18 +152,20 @@ class Rearranged(LazyArray):
         copies = [copy for part in self.parts for copy in _copies(part, box)] if box.size else []
         if len(copies) == 1:
             source, here, _ = copies[0]
-            return _digits(self._read(source, here.box), here).reshape(box.shape)
+            return _digits(self._read(source, here), here).reshape(box.shape)
         whole = np.empty(box.shape, self.dtype)
         for source, here, there in copies:
-            _digits(whole, there)[...] = _digits(self._read(source, here.box), here)
+            _digits(whole, there)[...] = _digits(self._read(source, here), here)
         return whole
 
-    def _read(self, source: LazyArray, box: Box) -> Array:
+    def _read(self, source: LazyArray, here: Strided) -> Array:
         """Read from one array, after the previous array has dropped its decoded chunks. Several threads may read."""
         before, self._latest = self._latest, source
         if before is not source:
             before.forget()
-        return source.read(box)
+        if here.is_shared and isinstance(source, Shared):
+            return source.read_for_all(here.box)
+        return source.read(here.box)
 
     def forget(self) -> None:
         if all(part.is_last for part in self.parts):  # the last user of the shared arrays
@@ -187,6 +189,48 @@ def _digits(array: Array, view: Strided) -> Array:
     start = array[tuple(slice(begin, None) for begin in view.begin)]
     strides = [stride * array.strides[axis] for axis, stride, _ in view.steps]
     return as_strided(start, [count for _, _, count in view.steps], strides)
+
+
+class Shared(LazyArray):
+    """An array of which other arrays have alternating elements, such as interleaved projections.
+
+    If `readers` of them are read side by side, each box that all of them need is read once, and kept until the last of
+    them has it.
+    """
+
+    def __init__(self, inner: LazyArray) -> None:
+        self.inner, self.inners = inner, [inner]
+        self.shape, self.dtype, self.is_changed = inner.shape, inner.dtype, inner.is_changed
+        self.in_order, self.slow_axis = inner.in_order, inner.slow_axis
+        self.readers = 1
+        self._kept: dict[Box, tuple[Array, int]] = {}
+        self._lock = threading.Lock()
+
+    def read(self, box: Box) -> Array:
+        return self.inner.read(box)
+
+    def read_for_all(self, box: Box) -> Array:
+        """Read a box that the other readers need as well."""
+        if self.readers == 1:
+            return self.inner.read(box)
+        with self._lock:
+            array, left = self._kept.pop(box, (None, self.readers))
+            if array is None:
+                array = self.inner.read(box)
+            if left > 1:
+                self._kept[box] = array, left - 1
+            return array
+
+    def forget(self) -> None:
+        self.inner.forget()
+
+
+def shared_in(array: LazyArray) -> Iterator[Shared]:
+    """Yield the shared arrays behind an array."""
+    if isinstance(array, Shared):
+        yield array
+    for inner in array.inners:
+        yield from shared_in(inner)
 
 
 # ------------------------------------------------------------------------------------- common layouts

@@ -18,8 +18,8 @@ import numpy as np
 
 from eformer._engine.record.axes import Layout, all_names, lattice, size_of, solve
 from eformer._engine.record.dtypes import dtype_from_name, is_floating, name_of_dtype
-from eformer._engine.record.lazy_arrays import Computed, SourceBlock, Rearranged, Resized
-from eformer._engine.record.notation import REST, blocks_of
+from eformer._engine.record.lazy_arrays import Computed, Rearranged, Resized, Shared, SourceBlock
+from eformer._engine.record.notation import REST, blocks_of, names_in
 from eformer._engine.record.templates import KnownSizes, Template
 from eformer.errors import FormatError
 
@@ -107,6 +107,7 @@ class ReadyRule:
         self.pairs_of = [
             [(n, p) for n, p in enumerate(self.pairs) if p.source == i] for i in range(len(self.sources))
         ]
+        self.alternates = any(map(self._alternates, self.pairs))
         self.pads = {s.axis: s for s in rule.steps if s.verb == "pad"}
         self.solved: dict[tuple[object, ...], Solved | str] = {}
         self.plans: dict[tuple[object, ...], Plan] = {}
@@ -117,6 +118,13 @@ class ReadyRule:
             here, there = left[i].named(), right[j].named()
             numbered = tuple(name for name in here if name not in there)
             yield Pair(i, block, j, other, numbered, tuple(name for name in there if name not in here))
+
+    def _alternates(self, pair: Pair) -> bool:
+        """Tell whether the elements of several targets alternate on an axis of a source."""
+        axes = self.sources[pair.source].leaf.axes or ()
+        return any(
+            name in pair.chosen for axis in axes for name in list(names_in(axis, pair.source_block))[1:]
+        )
 
     @property
     def where(self) -> str:
@@ -189,6 +197,8 @@ class Assembly:
         """Take a leaf that matches a source of a rule."""
         if ready.back and ready.rule.steps:
             array = self._without_steps(ready, name, array)
+        if ready.alternates:
+            array = Shared(array)
         solved = self._solve(ready, number, bound, name, array)
         if isinstance(solved, str):
             self.problems[solved] = None
@@ -512,7 +522,9 @@ def _with_steps(array: LazyArray, target: Target, name: str) -> LazyArray:
     return array
 
 
-def _with_step(step: ValueStep, array: LazyArray, ready: ReadyRule, leaf: LeafPattern, name: str) -> LazyArray:
+def _with_step(
+    step: ValueStep, array: LazyArray, ready: ReadyRule, leaf: LeafPattern, name: str
+) -> LazyArray:
     if step.verb == "pad":
         return _padded(step, array, ready, leaf, name)
     if step.verb == "cast":

@@ -1,6 +1,6 @@
 """Rename leaves and move their elements by rules; `docs/guides/renaming.md` describes their syntax.
 
-RenamingRules are stages: the rules of a stage see the names that the stage before has made. Read backwards, the last stage
+Rules are stages: the rules of a stage see the names that the stage before has made. Read backwards, the last stage
 comes first.
 
 Tests: tests/engine/record/test_rename.py, tests/engine/record/test_rename_axes.py.
