@@ -284,7 +284,7 @@ def _word(text: str, hole: str) -> str:
 
 _ARROW = re.compile(r"(?:^|\s+)(<->|->)(?:\s+|$)")
 _LET = re.compile(r"([A-Za-z_]\w*)\s*=(.*)", re.ASCII)
-_TEMPLATE = re.compile(r"\{[A-Za-z(*_]|\[[^\]]*\]$")
+_TEMPLATE = re.compile(r"\{[A-Za-z(*_]|\s\[[^\]]*\]$")
 _NAME = re.compile(r"(?:\{[^{}]*\}|[^\s{}\[\],]|,(?!\s|$))+")
 _COMMENT = re.compile(r"(?:^|\s)#.*")
 
@@ -339,8 +339,6 @@ def _parse_side(text: str) -> tuple[LeafPattern, ...]:
                 f"unexpected {text[at:].strip()[:40]!r}; leaves are set apart by a comma and a space"
             )
         at = comma.end()
-        if comma[0].strip() and at == len(text):
-            raise FormatError("a leaf is missing behind the last comma")
     return tuple(leaves)
 
 

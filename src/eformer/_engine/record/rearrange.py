@@ -439,6 +439,7 @@ class Assembly:
         """Raise FormatError if a source of a target is missing, or the size of an axis is unknown."""
         ready = target.rule
         shown = f"{name} [{' '.join(map(str, ready.targets[target.leaf].leaf.axes or ()))}], by {ready.where}"
+        order = [name for axis in axes for name in all_names(axis)]
         for number, pair in enumerate(ready.pairs):
             if pair.target != target.leaf:
                 continue
@@ -446,7 +447,8 @@ class Assembly:
             if not members or math.prod(sizes[axis] for axis in pair.numbered) != len(members):
                 every = itertools.product(*(range(sizes.get(axis, 1)) for axis in pair.numbered))
                 index = dict(zip(pair.numbered, next(i for i in every if i not in members), strict=True))
-                at = f" for {', '.join(f'{axis}={i}' for axis, i in index.items())}" if index else ""
+                in_order = sorted(index.items(), key=lambda item: order.index(item[0]))
+                at = f" for {', '.join(f'{axis}={i}' for axis, i in in_order)}" if index else ""
                 missing = ready.sources[pair.source].fill({**target.bound, **index})
                 raise FormatError(f"{shown}: no source{at} ({missing} is missing)")
         if unknown := sorted({n for axis in axes for n in all_names(axis) if n not in sizes}):

@@ -437,18 +437,35 @@ class _Renaming:
 
     def add_leaf(self, name: str, array: LazyArray | None) -> None:
         near = None
-        for spelled in (name, text) if (text := readable(name)) != name else (name,):
-            for way in self.ways_for(spelled):
+        text = readable(name)
+        for spelled in (name,) if text == name else (name, text):
+            ways = self.ways_for(spelled)
+            self.stand_in(ways, name, spelled, array)
+            for way in ways:
                 if way.template is None:
                     if self.take_by_regex(way.rule, name, text, array):
                         return
-                elif (bound := way.template.match(spelled)) is not None:
-                    if not fits(way.template.leaf.axes, array):
-                        near = near or way.rule
-                    elif self.take(way, name, bound, array):
+                elif not way.is_tied and (bound := way.template.match(spelled)) is not None:
+                    if fits(way.template.leaf.axes, array):
+                        self.take(way, name, bound, array)
                         return
+                    near = near or way.rule
         self.kept[name] = _near_miss(near, array)
         self.add(name, name, array)
+
+    def stand_in(self, ways: Iterable[_Way], name: str, spelled: str, array: LazyArray | None) -> None:
+        """Read a leaf in the place of missing leaves that it is tied to. It stays free for other rules."""
+        for way in ways:
+            if not way.is_tied or way.template is None or not fits(way.template.leaf.axes, array):
+                continue
+            ready, bound = way.rule, way.template.match(spelled)
+            if bound is None or array is None or isinstance(ready, RegexRule):
+                continue
+            new = ready.targets[0].fill(bound)
+            is_wanted = not self.known.shapes or not self.is_last or new in self.known.shapes
+            if is_wanted and ready.sources[0].fill(bound) not in self.arrays:
+                self.used.add(ready.where)
+                self.assembly.add(ready, 0, bound, name, array)
 
     def take_by_regex(
         self, rule: RegexRule | ReadyRule, name: str, text: str, array: LazyArray | None
@@ -480,13 +497,10 @@ class _Renaming:
         except FormatError as error:
             self.problems.append(f"leaf {old!r}, by {rule}: {error}")
 
-    def take(self, way: _Way, name: str, bound: Bound, array: LazyArray | None) -> bool:
-        """Apply a rule with axes; return False if the leaf goes on to the next rule."""
+    def take(self, way: _Way, name: str, bound: Bound, array: LazyArray | None) -> None:
+        """Apply a rule with axes to a leaf."""
         ready = way.rule
         assert isinstance(ready, ReadyRule)
-        if way.is_tied:
-            self.take_tied(ready, name, bound, array)
-            return False
         self.used.add(ready.where)
         if not ready.targets:
             self.renamed.left_out.append(name)
@@ -499,15 +513,6 @@ class _Renaming:
             self.add(ready.targets[0].fill(bound), name, array)
         else:
             self.assembly.add(ready, way.number, bound, name, array)
-        return True
-
-    def take_tied(self, ready: ReadyRule, name: str, bound: Bound, array: LazyArray | None) -> None:
-        """Read a leaf in the place of a missing leaf. It stays free for other rules."""
-        new = ready.targets[0].fill(bound)
-        is_wanted = not self.known.shapes or not self.is_last or new in self.known.shapes
-        if array is not None and is_wanted and ready.sources[0].fill(bound) not in self.arrays:
-            self.used.add(ready.where)
-            self.assembly.add(ready, 0, bound, name, array)
 
     def add_constants(self, ready: ReadyRule) -> None:
         self.used.add(ready.where)
