@@ -21,9 +21,18 @@ from jax.sharding import Sharding
 
 from eformer._engine.formats.dense import dense_tree, refuse_problems, refuse_raw
 from eformer._engine.formats.find import reading
+from eformer._engine.formats.model_config import model_config
 from eformer._engine.formats.process_records import ListedLeaf
 from eformer._engine.formats.quantized import dense_name, dtype_of_dequant, quantization_of
-from eformer._engine.loading.contents import NOTHING, below, named_like, renamed, with_numbers
+from eformer._engine.loading.contents import (
+    NO_FACTS,
+    NOTHING,
+    ModelFacts,
+    below,
+    named_like,
+    renamed,
+    with_numbers,
+)
 from eformer._engine.loading.fetch import aligned, fetch
 from eformer._engine.loading.read import nbytes_read, require_unchanged
 from eformer._engine.loading.read_plan import Want, plan_reads
@@ -33,7 +42,7 @@ from eformer._engine.record.boxes import Box
 from eformer._engine.record.dequantized import dequantized_in
 from eformer._engine.record.digests import sha256_of
 from eformer._engine.record.dtypes import dtype_from_name, is_floating, raw_pieces
-from eformer._engine.record.lazy_arrays import Stacked, stored_leaves
+from eformer._engine.record.lazy_arrays import Rearranged, shared_in, stored_leaves
 from eformer._engine.record.names import BARE_LEAF, readable, refuse_root, resolve
 from eformer._engine.record.pieces import bounding, pieces
 from eformer._engine.record.text import few
@@ -53,8 +62,8 @@ if TYPE_CHECKING:
     from eformer._engine.loading.select import LeafTarget
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
     from eformer._engine.record.planned import LazyArray
-    from eformer._engine.record.rename import Renamed, Rule
-    from eformer._engine.stores.base import Files
+    from eformer._engine.record.rename import Renamed, RenamingRules
+    from eformer._engine.stores.base import Files, Store
     from eformer._engine.tasks.progress import Meter
 
 Leaves = Mapping[str, Any]
@@ -83,6 +92,7 @@ class LoadSource:
     targets    the leaves that the load takes from this checkpoint
     quantized  how the tree is quantised; None if it is not, or before `look_for_quantized`
     numbers    the tree with its quantised weights as numbers, if the load reads it so
+    facts      facts about the model, for the rules
     """
 
     found: Found
@@ -94,6 +104,7 @@ class LoadSource:
     quantized: Quantization | None = None
     has_looked: bool = False
     numbers: DenseTree | None = None
+    facts: ModelFacts = NO_FACTS
 
     def nbytes(self) -> int:
         """Return the number of bytes that the load reads."""
@@ -138,21 +149,39 @@ def take_below(sources: Sequence[LoadSource], root: str) -> None:
         source.contents = contents or NOTHING
 
 
-def rename_leaves(sources: Sequence[LoadSource], rules: Sequence[Rule]) -> None:
+def model_facts(store: Store, request: Request, like: Leaves | None) -> ModelFacts:
+    """Return the facts that rules need: config.json, and the shapes and dtypes of the leaves of `like`."""
+    config = model_config(store) if request.config is None else request.config
+    leaves = {name: leaf for name, leaf in (like or {}).items() if hasattr(leaf, "shape")}
+    found = ModelFacts(config)
+    for name, leaf in leaves.items():
+        for spelled in (name, readable(name), readable(name).removesuffix(".value")):
+            found.shapes[spelled], found.dtypes[spelled] = tuple(leaf.shape), str(leaf.dtype)
+    return found
+
+
+def rename_leaves(sources: Sequence[LoadSource], rules: RenamingRules) -> None:
     """Apply the rules to the leaves of each checkpoint, and warn of rules that match no leaf of any checkpoint."""
-    unused = [_rename(source, rules, is_alone=len(sources) == 1).unused_rules for source in sources]
+    found = [_rename(source, rules, is_alone=len(sources) == 1) for source in sources]
+    unused = [result.unused_rules for result in found]
     if idle := [text for line, text in unused[0].items() if all(line in lines for lines in unused)]:
         logger.warning("rename= rules that match no leaf: %s", few(idle))
+    if notes := list(dict.fromkeys(note for result in found for note in result.notes)):
+        logger.warning("rename=: %s", few(notes))
 
 
-def _rename(source: LoadSource, rules: Sequence[Rule], *, is_alone: bool) -> Renamed:
+def _rename(source: LoadSource, rules: RenamingRules, *, is_alone: bool) -> Renamed:
     """Apply the rules to the leaves of a checkpoint. An error names the checkpoint if it is one of several."""
     try:
-        source.contents, result = renamed(source.contents, rules, source.readers.of(source.entry))
+        source.contents, result = renamed(
+            source.contents, rules, source.readers.of(source.entry), source.facts
+        )
+        with reading(source.found):
+            result.require_tied()
     except MismatchError as error:
         if is_alone:
             raise
-        stacks = _MERGE_FIRST if any(rule.stack for rule in rules) else ""
+        stacks = _MERGE_FIRST if rules.stacks else ""
         raise MismatchError(error.problems, f"rename, {source.found.path}", stacks) from error
     source.dropped = (*source.dropped, *result.left_out)
     return result
@@ -208,7 +237,8 @@ def _require_whole_stacks(several: Mapping[str, Sequence[LoadSource]]) -> None:
     problems = [
         f"leaf {name!r} is made of {' and of '.join(_parts_of(name, source) for source in held)}"
         for name, held in several.items()
-        if isinstance(held[-1].contents.computed.get(name), Stacked)
+        if isinstance(array := held[-1].contents.computed.get(name), Rearranged)
+        and array.is_joined
         and len({source.contents.arrays[name].shape for source in held if name in source.contents.arrays}) > 1
     ]
     if problems:
@@ -275,7 +305,7 @@ def _dtypes_in(like: Leaves, source: LoadSource, tree: DenseTree, request: Reque
         if request.root is not None and contents:
             contents = below(contents, request.root)
         if request.rename is not None and contents:
-            contents, _ = renamed(contents, request.rename, source.readers.of(source.entry))
+            contents, _ = renamed(contents, request.rename, source.readers.of(source.entry), source.facts)
         contents = named_like(contents or NOTHING, like)
         chosen = contents.select(request.keys)
         return _agreed(like, {n: contents.computed[n] for n in chosen if n in contents.computed}, request)
@@ -419,16 +449,31 @@ def check_sha256(found: Found, tree: TreeEntry, expected: Mapping[str, str], thr
 def read_computed(
     computed: Mapping[str, LazyArray], targets: Sequence[LeafTarget], threads: int, meter: Meter
 ) -> None:
-    """Read the targets that rules compute into host memory."""
-    tasks: list[Callable[[], None]] = []
+    """Read the targets that rules compute into host memory.
+
+    Arrays with alternating elements of one source are read side by side, so that the source is read once.
+    """
+    groups: dict[object, list[tuple[LazyArray, LeafTarget, list[Box]]]] = {}
     for target in targets:
         if (array := computed.get(target.name)) is not None:
-            tasks += _tasks(array, target, meter)
+            parts = [part for box in _boxes(target) for part in _slices(box, array)]
+            shared = frozenset(map(id, shared_in(array)))
+            groups.setdefault((shared, *parts) if shared else id(target), []).append((array, target, parts))
+    tasks: list[Callable[[], None]] = []
+    for group in groups.values():
+        for shared_array in shared_in(group[0][0]):
+            shared_array.readers = len(group)
+        side_by_side = zip(
+            *(_tasks(array, target, parts, meter) for array, target, parts in group), strict=True
+        )
+        tasks += itertools.chain.from_iterable(side_by_side)
     run_all(tasks, threads)
 
 
-def _tasks(array: LazyArray, target: LeafTarget, meter: Meter) -> list[Callable[[], None]]:
-    """Return tasks that read one array, each a slice that lies in few ranges of the files."""
+def _tasks(
+    array: LazyArray, target: LeafTarget, parts: Sequence[Box], meter: Meter
+) -> list[Callable[[], None]]:
+    """Return tasks that read the parts of one array, each of which lies in few ranges of the files."""
     dtype = dtype_from_name(target.dtype)
     outputs: list[tuple[Box, Array]] = [
         (box, np.ndarray(box.shape, dtype, aligned(dtype.itemsize * box.size))) for box in target.wanted
@@ -444,7 +489,7 @@ def _tasks(array: LazyArray, target: LeafTarget, meter: Meter) -> list[Callable[
             elif overlap := part.overlap(box):
                 output[overlap.inside(box).slices] = elements[overlap.inside(part).slices]
 
-    return [partial(read, part) for box in _boxes(target) for part in _slices(box, array)]
+    return [partial(read, part) for part in parts]
 
 
 def _boxes(target: LeafTarget) -> list[Box]:

@@ -16,7 +16,6 @@ import numpy as np
 
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.dtypes import dtype_from_name, unpack_nibbles
-from eformer._engine.record.lazy_arrays import inners_of
 from eformer._engine.record.planned import LazyArray
 from eformer.errors import QuantizedError
 
@@ -161,7 +160,7 @@ def dequantized_in(array: LazyArray) -> list[Dequantized]:
     """List the quantised weights behind an array."""
     if isinstance(array, Dequantized):
         return [array]
-    return [found for inner in inners_of(array) for found in dequantized_in(inner)]
+    return [found for inner in array.inners for found in dequantized_in(inner)]
 
 
 class _Scales(NamedTuple):

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from eformer._engine.formats.nested_names import nested_dicts, nested_spelled, split_spelled
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.dequantized import dequantized_in
-from eformer._engine.record.dtypes import floating_dtype, is_floating, name_of_dtype
-from eformer._engine.record.lazy_arrays import stored_leaves
+from eformer._engine.record.dtypes import floating_dtype, is_floating
+from eformer._engine.record.lazy_arrays import StoredLeaf, entry_of, stored_leaves
 from eformer._engine.record.manifest import UNREADABLE
 from eformer._engine.record.names import join_name, names_below, refuse_root, resolve, split_name
 from eformer._engine.record.planned import Source
-from eformer._engine.record.rename import Renamed, Rule, apply, refuse_transformed_keys
+from eformer._engine.record.rename import Renamed, RenamingRules, refuse_transformed_keys
 from eformer._engine.record.structure import part_below, with_names
 from eformer._engine.record.text import count, few, glance, shortened, size
 from eformer._engine.record.values import LeftToCode, value_from_json
@@ -120,18 +120,26 @@ class ConvertedTree:
 
 @dataclass(frozen=True, slots=True)
 class LeafChoice:
-    """The leaves to convert: below `root`, renamed by `rules`, and then those that `keys` name; None for all."""
+    """The leaves to convert: below `root`, renamed by `rules`, and then those that `keys` name; None for all.
+
+    `numbers` is the model's config.json, for the rules.
+    """
 
     root: str | None = None
-    rules: list[Rule] | None = None
+    rules: RenamingRules | None = None
     keys: Sequence[str] | None = None
+    numbers: Mapping[str, Any] | None = None
+
+    @property
+    def keeps_names(self) -> bool:
+        return self.rules is None and self.keys is None
 
 
 def plan_tree(view: View, choice: LeafChoice, dtype: Any, target: TargetFormat) -> ConvertedTree:
     """Plan the conversion of one tree: names, dtypes, structure, and notes on losses in the target format."""
     cast = None if dtype is None else floating_dtype(dtype)
     arrays, values = view.arrays, view.raw_values
-    if choice == LeafChoice():
+    if choice.root is None and choice.keeps_names:
         sources = [_source(name, array, cast) for name, array in arrays.items()]
         converted = ConvertedTree(view, sources, values, view.structure)
     else:
@@ -156,11 +164,11 @@ def _select(
     names = {name: name for name in (*arrays, *raw)} if root is None else names_below([*arrays, *raw], root)
     if not names and root is not None:
         refuse_root([*arrays, *raw], root)
-    if choice == LeafChoice(root) and (part := part_below(view.structure, root or "", names)):
+    if choice.keeps_names and (part := part_below(view.structure, root or "", names)):
         return _part_tree(view, arrays, names, *part, cast)
     below = {names[name]: array for name, array in arrays.items() if name in names}
     values = {names[name]: value for name, value in raw.items() if name in names}
-    renamed = apply(choice.rules or [], below, list(values))
+    renamed = (choice.rules or RenamingRules(())).apply(below, list(values), choice.numbers)
     if choice.keys is not None:
         _keep_only(renamed, choice.keys)
     converted = _rename_tree(view, renamed, values, cast)
@@ -206,10 +214,9 @@ def _leave_out_functions(tree: ConvertedTree, target: TargetFormat) -> None:
 
 
 def _source(name: str, array: LazyArray, cast: str | None) -> Source:
-    (first, *_) = stored_leaves(array)
-    entry, is_whole = first.entry, array is first
-    whole, stored = Box.whole(array.shape), name_of_dtype(array.dtype)
-    dtype = cast if cast and is_floating(stored) else stored
+    entry, is_whole = entry_of(array), isinstance(array, StoredLeaf)
+    whole = Box.whole(array.shape)
+    dtype = cast if cast and is_floating(entry.dtype) and not array.keeps_dtype else entry.dtype
     is_unchanged = is_whole and dtype == entry.dtype
     return Source(
         name,
@@ -225,6 +232,7 @@ def _source(name: str, array: LazyArray, cast: str | None) -> Source:
 
 def _rename_tree(view: View, renamed: Renamed, values: dict[str, Any], cast: str | None) -> ConvertedTree:
     refuse_transformed_keys(renamed.arrays.values())
+    renamed.require_tied()
     names = [*renamed.arrays, *renamed.plain.values()]
     structure, final = nested_spelled({name: name for name in names})
     converted = ConvertedTree(
@@ -238,12 +246,21 @@ def _rename_tree(view: View, renamed: Renamed, values: dict[str, Any], cast: str
     converted.kept = renamed.kept
     converted.notes += [f"matches no leaf: {rule}" for rule in renamed.unused_rules.values()]
     converted.notes += [f"left out: {name}" for name in renamed.left_out]
+    converted.notes += [*renamed.notes, *_roundings(converted)]
     converted.notes += [
         f"{name} is stored as {final[name]}, because a part of its name is a leaf itself"
         for name in names
         if final[name] != join_name(split_spelled(name))
     ]
     return converted
+
+
+def _roundings(tree: ConvertedTree) -> Iterator[str]:
+    """Yield a note for leaves that rules compute in float32 and that are stored in fewer bits."""
+    for source in tree.sources:
+        ((_, array),) = source.parts
+        if array.is_changed and array.dtype.itemsize > source.itemsize:
+            yield f"{source.name}: computed in float32, stored as {source.dtype}; the way back is not exact"
 
 
 def _losses(tree: ConvertedTree, target: TargetFormat) -> Iterator[str]:
@@ -306,9 +323,12 @@ def _describe_array(tree: ConvertedTree, source: Source) -> ConvertedLeaf:
     changes = [tree.transforms.get(source.name, "")]
     if dequantized_in(array):
         changes.append(f"dequantised from {stored[0].entry.dtype}")
-    elif stored[0].entry.dtype != source.dtype:
+    elif stored and stored[0].entry.dtype != source.dtype:
         changes.append(f"from {stored[0].entry.dtype}")
-    what, origins = f"{source.dtype}{list(source.shape)}", tuple(leaf.name for leaf in stored)
+    what, origins = (
+        f"{source.dtype}{list(source.shape)}",
+        tuple(leaf.name for leaf in stored) or (source.name,),
+    )
     return ConvertedLeaf(source.name, what, nbytes, origins, ", ".join(filter(None, changes)))
 
 
