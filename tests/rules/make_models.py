@@ -80,7 +80,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("Qwen2ForCausalLM", HEADS_OF_QWEN2 | ROPE | {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", DECODER | ROPE),
     "qwen3-tied": ("Qwen3ForCausalLM", DECODER | ROPE | {"tie_word_embeddings": True}),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", DECODER | ROPE | EXPERTS | {"num_experts": 3, "norm_topk_prob": True}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        DECODER | ROPE | EXPERTS | {"num_experts": 3, "norm_topk_prob": True},
+    ),
     "mixtral": ("MixtralForCausalLM", DECODER | {"num_local_experts": 3}),
     "deepseek_v3": ("DeepseekV3ForCausalLM", DECODER | DEEPSEEK),
     "deepseek_v2": (
