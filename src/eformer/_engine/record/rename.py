@@ -437,7 +437,7 @@ class _Renaming:
             self.problems.append(
                 f"{ready.where} has -> and cannot be read from right to left; write <->, or leave it out of the way back"
             )
-        elif array is None or ready.keeps_arrays:
+        elif array is None or (ready.moves_nothing and not ready.rule.steps):
             self.add(ready.targets[0].fill(bound), name, array)
         else:
             self.assembly.add(ready, way.number, bound, name, array)
@@ -472,11 +472,10 @@ class _Renaming:
     def add_targets(self) -> None:
         for name, target, array in self.assembly.make():
             ready = target.rule
-            first = next(iter(next(iter(target.members.values())).values()))
             if ready.tied and self.known.back and self.known.is_tied:
-                self.renamed.tied.append(Tied(first.name, array, ready.tied.fill(target.bound)))
+                self.renamed.tied.append(Tied(target.first.name, array, ready.tied.fill(target.bound)))
             else:
-                self.add(name, first.name, array, _described(ready))
+                self.add(name, target.first.name, array, ready.described)
 
     def add(self, new: str, old: str, array: LazyArray | None, transform: str = "") -> None:
         renamed = self.renamed
@@ -514,15 +513,6 @@ def _near_miss(near: RegexRule | ReadyRule | None, array: LazyArray | None) -> s
     return f" ({near.where} would, but has {number} and the leaf has {len(array.shape)}: {list(array.shape)})"
 
 
-def _described(ready: ReadyRule) -> str:
-    """Describe the change of a leaf: its axes before and behind, and the steps."""
-    sides = [" ".join(map(str, t.leaf.axes)) for t in (ready.sources[0], ready.targets[0]) if t.leaf.axes is not None]
-    steps = ready.rule.steps[::-1] if ready.back else ready.rule.steps
-    undone = "undone " if ready.back else ""
-    moved = [f"[{sides[0]}] to [{sides[1]}]"] if sides and sides[0] != sides[1] else []
-    return ", ".join([*moved, *(f"{undone}{step}" for step in steps)])
-
-
 def _joined(before: Renamed, renaming: _Renaming, is_first: bool) -> Renamed:
     """Apply one more stage to renamed leaves, and join the records of both."""
     after = renaming.apply(before.arrays, dict.fromkeys(before.plain.values()))
@@ -552,7 +542,7 @@ def _set_dtypes(renamed: Renamed, known: _Known) -> None:
     named = [c.get(key) for c in (config, texts) if isinstance(c, Mapping) for key in ("dtype", "torch_dtype")]
     default = next((name for name in named if isinstance(name, str)), None) if known.back else None
     for name, array in renamed.arrays.items():
-        is_changed = _has_arithmetic(array)
+        is_changed = array.is_changed
         wanted = known.dtypes.get(name) or default
         if not wanted or not (is_changed or known.back) or not is_floating(name_of_dtype(array.dtype)):
             continue
@@ -563,16 +553,6 @@ def _set_dtypes(renamed: Renamed, known: _Known) -> None:
                 renamed.notes.append(
                     f"{name}: computed in float32, stored as {dtype.name}; the way back is not exact"
                 )
-
-
-def _has_arithmetic(array: LazyArray) -> bool:
-    while not isinstance(array, StoredLeaf):
-        if isinstance(array, Computed) and array.verb:
-            return True
-        if not array.inners:
-            return False
-        array = array.inners[0]
-    return False
 
 
 def refuse_transformed_keys(arrays: Iterable[LazyArray]) -> None:

@@ -11,13 +11,14 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
+from eformer._engine.formats.dense import refuse_raw
 from eformer._engine.formats.find import look_at
 from eformer._engine.formats.others.peft import CONFIG, WEIGHTS, with_config
-from eformer._engine.formats.quantized import check_dequant
+from eformer._engine.formats.quantized import dtype_of_dequant
 from eformer._engine.formats.run_steps import path_of_step
 from eformer._engine.formats.safetensors.names import SUFFIX, refuse_other_suffix
 from eformer._engine.processes.hosts import Hosts
@@ -90,7 +91,7 @@ def convert(
     dry_run: bool = False,
     allow_missing: bool = False,
     progress: Progress = None,
-    dequant: Literal[False] | None = None,
+    dequant: Any = None,
 ) -> Conversion:
     """Convert the checkpoint at `source`, of any format that `load` reads, to a new checkpoint at `destination`.
 
@@ -116,8 +117,9 @@ def convert(
     allow_missing    convert even if some files that may hold leaves are not read; the notes list them. Without it, such
                      files are an error
     progress         True for a progress bar, or a function of the bytes done and the total
-    dequant          False converts the leaves of a quantised model of another program as stored. None raises a
-                     `QuantizedError` for such a model
+    dequant          a floating dtype, such as "bf16": converts the weights of a quantised model to numbers of this
+                     dtype, see `docs/guides/from-hugging-face.md`. False converts its leaves as they are stored; None
+                     raises a `QuantizedError` for such a model
 
     Example:
 
@@ -130,11 +132,11 @@ def convert(
     target = _target_format(place.name, to)
     if config is not None and target != "peft":
         raise ValueError(f"config= is for to='peft', and the target is {target}")
-    check_dequant(dequant)
+    numbers = dtype_of_dequant(dequant)
     rules = None if rename is None else rules_from(rename) or None
     names = None if keys is None else (keys,) if isinstance(keys, str) else tuple(keys)
     with ExitStack() as stack:
-        found, views = _open(source, step, prefix, stack)
+        found, views = _open(source, step, prefix, numbers, stack)
         left_out = found.left_out(prefix)
         if left_out and not allow_missing:
             number = count(len(left_out), "file")
@@ -144,7 +146,7 @@ def convert(
             )
         choice = LeafChoice(root, rules, names)
         trees = {name: plan_tree(view, choice, dtype, target) for name, view in views.items()}
-        if dequant is None:
+        if dequant is not False:
             _require_numbers(found, trees.values())
         _check(trees, target, place.name, max_shard_bytes)
         if target == "peft":
@@ -182,13 +184,19 @@ def _target_format(name: str, to: TargetFormat | None) -> TargetFormat:
 
 
 def _open(
-    source: str | os.PathLike[str], step: StepChoice, prefix: str | None, stack: ExitStack
+    source: str | os.PathLike[str],
+    step: StepChoice,
+    prefix: str | None,
+    dequant: str | None,
+    stack: ExitStack,
 ) -> tuple[Found, dict[str, View]]:
     """Open the trees to convert, by the prefixes that they will have."""
 
     def opened(found: Found) -> tuple[Found, dict[str, View]]:
         old_prefixes = {"": prefix} if prefix is not None else {name: name for name in found.trees}
-        return found, {name: stack.enter_context(View(found, old)) for name, old in old_prefixes.items()}
+        return found, {
+            name: stack.enter_context(View(found, old, dequant=dequant)) for name, old in old_prefixes.items()
+        }
 
     return look_at(source, opened, choose=partial(path_of_step, step=step))
 
@@ -233,12 +241,14 @@ def _check_items(trees: Mapping[str, ConvertedTree]) -> None:
 
 def _require_numbers(found: Found, trees: Iterable[ConvertedTree]) -> None:
     """Refuse quantised leaves: without their scales they are not the numbers of the model."""
-    if (find_quantized := found.foreign.find_quantized) is None:
-        return
+    find_quantized = found.foreign.find_quantized
     for tree in trees:
-        if quantization := find_quantized(tree.view.tree):
-            arrays = (array for source in tree.sources for _, array in source.parts)
-            quantization.refuse(found.path, {leaf.name for array in arrays for leaf in stored_leaves(array)})
+        arrays = (array for source in tree.sources for _, array in source.parts)
+        taken = {leaf.name for array in arrays for leaf in stored_leaves(array)}
+        if tree.view.has_numbers:
+            tree.view.refuse_problems(taken)
+        elif find_quantized and (quantization := find_quantized(tree.view.tree)):
+            refuse_raw(quantization, found.path, taken)
 
 
 def _budget(memory: int | None, trees: Mapping[str, ConvertedTree], target: TargetFormat) -> int:
