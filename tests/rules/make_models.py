@@ -251,7 +251,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             | {
                 "num_hidden_layers": 12,
                 "sliding_window": 8,
-                "global_head_dim": 10,
+                "global_head_dim": 16,
+                "final_logit_softcapping": 30.0,
                 "num_global_key_value_heads": 1,
                 "attention_k_eq_v": True,
                 "enable_moe_block": True,
