@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from safetensors.numpy import load_file
 
+from eformer import checkpoint
+from eformer._engine.record.boxes import Box
+from eformer._engine.record.lazy_arrays import StoredLeaf
+from eformer._engine.record.rename import rules_from
 from eformer._engine.record.rule_books import books
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from eformer._engine.record.planned import LazyArray
 
 MODELS = Path(__file__).parent.parent / "rules" / "models"
 NAMES = sorted(path.name for path in MODELS.iterdir())
@@ -32,3 +40,18 @@ def layouts_of(name: str) -> list[str]:
 
 
 CASES = [(name, layout) for name in NAMES for layout in layouts_of(name)]
+
+
+def arrays_of(view: checkpoint.View) -> dict[str, LazyArray]:
+    return {name: StoredLeaf(view, name, entry) for name, entry in view.tree.leaves.items()}
+
+
+def read(array: LazyArray) -> np.ndarray[Any, Any]:
+    return array.read(Box.whole(array.shape))
+
+
+def laid_out(name: str, layout: str) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the leaves of a model in a layout; values that a step changes are float32."""
+    with checkpoint.open(MODELS / name) as view:
+        renamed = rules_from(layout).apply(arrays_of(view), (), config_of(name))
+        return {leaf: read(array) for leaf, array in renamed.arrays.items()}

@@ -33,7 +33,7 @@ _MOST_LINES = 20  # of one kind of problem
 Shape = tuple[int, ...]
 
 
-def rules(name: str | os.PathLike[str]) -> RuleText:
+def rules(name: str | os.PathLike[str]) -> NamedRules:
     """Return rules by the name of a book, such as "qwen3_moe/maxtext", as a file, or as text.
 
     The name of a layout alone, such as "maxtext", has a text as soon as `check` knows the family of a model.
@@ -47,16 +47,16 @@ def rules(name: str | os.PathLike[str]) -> RuleText:
     """
     if isinstance(name, str):
         if "\n" in name or "->" in name:
-            return RuleText("rename", name)
+            return NamedRules("rename", name)
         if is_layout(name):
-            return RuleText(name, find_book(name).text if "/" in name else None)
+            return NamedRules(name, find_book(name).text if "/" in name else None)
         if not Path(name).expanduser().exists():
-            return RuleText(name, find_book(name).text)  # which raises, and names books near by
-    return RuleText(os.fspath(name), Path(name).expanduser().read_text(encoding="utf-8-sig"))
+            return NamedRules(name, find_book(name).text)  # which raises, and names books near by
+    return NamedRules(os.fspath(name), Path(name).expanduser().read_text(encoding="utf-8-sig"))
 
 
 @dataclass(frozen=True, slots=True)
-class RuleText:
+class NamedRules:
     """Rules that can be shown and checked. `str` gives their text.
 
     name   the name of the book or of the file; "rename" for a text
@@ -175,7 +175,8 @@ class RuleCheck:
         if self.ok:
             back = "and all come back"
             if self.left_out:
-                back = f"and come back but for {count(len(self.left_out), 'leaf', 'leaves')} left out: {few(self.left_out)}"
+                lost = count(len(self.left_out), "leaf", "leaves")
+                back = f"and come back but for {lost} left out: {few(self.left_out)}"
             lines[0] += f": {count(self.number, 'leaf', 'leaves')} become {len(self.leaves):,}, {back}"
         for what, problems in self._problems():
             lines += [f"! {what}: {problem}" for problem in problems[:_MOST_LINES]]
@@ -206,7 +207,7 @@ class _Checking:
             return replace(found, errors=_problems_in(error))
         made = {readable(name): array.shape for name, array in forth.arrays.items()}
         found = replace(
-            found, leaves=made, left_out=tuple(forth.left_out), unmatched=tuple(map(_plain, forth.kept))
+            found, leaves=made, left_out=tuple(forth.left_out), unmatched=tuple(map(readable, forth.kept))
         )
         if self.wanted is not None:
             found = _compared(found, self.wanted)
@@ -228,11 +229,7 @@ class _Checking:
 def _problems_in(error: ValueError) -> tuple[str, ...]:
     """List the problems of one error."""
     problems = getattr(error, "problems", None)
-    return tuple(problems) if problems else (str(error),)
-
-
-def _plain(kept: str) -> str:
-    return readable(kept)
+    return tuple(dict.fromkeys(problems)) if problems else (str(error),)
 
 
 def _compared(found: RuleCheck, wanted: Mapping[str, Shape]) -> RuleCheck:
