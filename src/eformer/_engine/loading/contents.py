@@ -172,12 +172,11 @@ class ModelFacts:
     """Facts that rules need: the model's config.json, and the shapes and dtypes of the leaves to be made."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    dtypes: Mapping[str, str] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
 
 
 NO_FACTS = ModelFacts()
-
 
 
 def renamed(

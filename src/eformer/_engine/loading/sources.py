@@ -21,9 +21,18 @@ from jax.sharding import Sharding
 
 from eformer._engine.formats.dense import dense_tree, refuse_problems, refuse_raw
 from eformer._engine.formats.find import reading
+from eformer._engine.formats.model_config import model_config
 from eformer._engine.formats.process_records import ListedLeaf
 from eformer._engine.formats.quantized import dense_name, dtype_of_dequant, quantization_of
-from eformer._engine.loading.contents import NOTHING, below, named_like, renamed, with_numbers
+from eformer._engine.loading.contents import (
+    NO_FACTS,
+    NOTHING,
+    ModelFacts,
+    below,
+    named_like,
+    renamed,
+    with_numbers,
+)
 from eformer._engine.loading.fetch import aligned, fetch
 from eformer._engine.loading.read import nbytes_read, require_unchanged
 from eformer._engine.loading.read_plan import Want, plan_reads
@@ -54,7 +63,7 @@ if TYPE_CHECKING:
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
     from eformer._engine.record.planned import LazyArray
     from eformer._engine.record.rename import Renamed, Rules
-    from eformer._engine.stores.base import Files
+    from eformer._engine.stores.base import Files, Store
     from eformer._engine.tasks.progress import Meter
 
 Leaves = Mapping[str, Any]
@@ -83,6 +92,7 @@ class LoadSource:
     targets    the leaves that the load takes from this checkpoint
     quantized  how the tree is quantised; None if it is not, or if nobody has looked
     numbers    the tree with its quantised weights as numbers, if the load reads it so
+    facts      facts about the model, for the rules
     """
 
     found: Found
@@ -93,6 +103,7 @@ class LoadSource:
     targets: list[LeafTarget] = field(default_factory=list)
     quantized: Quantization | None = None
     numbers: DenseTree | None = None
+    facts: ModelFacts = NO_FACTS
 
     def nbytes(self) -> int:
         """Return the number of bytes that the load reads."""
@@ -137,17 +148,35 @@ def take_below(sources: Sequence[LoadSource], root: str) -> None:
         source.contents = contents or NOTHING
 
 
+def model_facts(store: Store, request: Request, like: Leaves | None) -> ModelFacts:
+    """Return the facts that rules need: config.json, and the shapes and dtypes of the leaves of `like`."""
+    config = model_config(store) if request.config is None else request.config
+    leaves = {name: leaf for name, leaf in (like or {}).items() if hasattr(leaf, "shape")}
+    found = ModelFacts(config)
+    for name, leaf in leaves.items():
+        for spelled in (name, readable(name), readable(name).removesuffix(".value")):
+            found.shapes[spelled], found.dtypes[spelled] = tuple(leaf.shape), str(leaf.dtype)
+    return found
+
+
 def rename_leaves(sources: Sequence[LoadSource], rules: Rules) -> None:
     """Apply the rules to the leaves of each checkpoint, and warn of rules that match no leaf of any checkpoint."""
-    unused = [_rename(source, rules, is_alone=len(sources) == 1).unused_rules for source in sources]
+    found = [_rename(source, rules, is_alone=len(sources) == 1) for source in sources]
+    unused = [result.unused_rules for result in found]
     if idle := [text for line, text in unused[0].items() if all(line in lines for lines in unused)]:
         logger.warning("rename= rules that match no leaf: %s", few(idle))
+    if notes := list(dict.fromkeys(note for result in found for note in result.notes)):
+        logger.warning("rename=: %s", few(notes))
 
 
 def _rename(source: LoadSource, rules: Rules, *, is_alone: bool) -> Renamed:
     """Apply the rules to the leaves of a checkpoint. An error names the checkpoint if it is one of several."""
     try:
-        source.contents, result = renamed(source.contents, rules, source.readers.of(source.entry))
+        source.contents, result = renamed(
+            source.contents, rules, source.readers.of(source.entry), source.facts
+        )
+        with reading(source.found):
+            result.require_tied()
     except MismatchError as error:
         if is_alone:
             raise
@@ -262,7 +291,7 @@ def _dtypes_in(like: Leaves, source: LoadSource, tree: DenseTree, request: Reque
         if request.root is not None and contents:
             contents = below(contents, request.root)
         if request.rename is not None and contents:
-            contents, _ = renamed(contents, request.rename, source.readers.of(source.entry))
+            contents, _ = renamed(contents, request.rename, source.readers.of(source.entry), source.facts)
         contents = named_like(contents or NOTHING, like)
         chosen = contents.select(request.keys)
         return _agreed(like, {n: contents.computed[n] for n in chosen if n in contents.computed}, request)

@@ -155,7 +155,9 @@ class Layout:
 
     @cached_property
     def is_identity(self) -> bool:
-        return self.source == self.target and not self.numbered and all(len(l.digits) <= 1 for l in self.source)
+        return (
+            self.source == self.target and not self.numbered and all(len(axis.digits) <= 1 for axis in self.source)
+        )
 
     @cached_property
     def order(self) -> tuple[str, ...]:
@@ -194,11 +196,21 @@ class Layout:
         spread = []  # by source axis: how much of the box is not wanted, and the axis to split
         for axis in self.source:
             low, high, _ = _span(axis, ranges, chosen)
-            sizes = [(d.name, stop - first) for d in axis.digits if d.name in ranges for first, stop in [ranges[d.name]]]
+            sizes = [
+                (d.name, stop - first)
+                for d in axis.digits
+                if d.name in ranges
+                for first, stop in [ranges[d.name]]
+            ]
             count = math.prod(size for _, size in sizes)
             spread.append(((high - low) / count, next((name for name, size in sizes if size > 1), None)))
         waste, apart = max(((w, name) for w, name in spread if name), default=(1.0, None))
-        if apart is None or waste <= 1 or math.prod(w for w, _ in spread) <= 2 or not self._is_worth_it(ranges, apart):
+        if (
+            apart is None
+            or waste <= 1
+            or math.prod(w for w, _ in spread) <= 2
+            or not self._is_worth_it(ranges, apart)
+        ):
             yield ranges
             return
         for index in range(*ranges[apart]):
@@ -219,7 +231,11 @@ class Layout:
             for name, stride, _ in axis.digits
             if name not in chosen
         }
-        return View(box, tuple(begin for _, _, begin in spans), tuple(steps[name] for name in self.free if name in steps))
+        return View(
+            box,
+            tuple(begin for _, _, begin in spans),
+            tuple(steps[name] for name in self.free if name in steps),
+        )
 
     def view_of_target(self, ranges: Ranges, box: Box) -> View:
         """Return where elements lie in a box of the target, in the same order."""

@@ -211,7 +211,9 @@ def stacked(inners: Sequence[LazyArray], axis: int) -> Rearranged:
     sizes = dict(zip(names, inners[0].shape, strict=True)) | {"n": len(inners)}
     order = [*names[:axis], "n", *names[axis:]]
     layout = Layout(_plain(names, sizes), _plain(order, sizes), ("n",))
-    return Rearranged([Part(layout, {(n,): a for n, a in enumerate(inners)})], [sizes[name] for name in order])
+    return Rearranged(
+        [Part(layout, {(n,): a for n, a in enumerate(inners)})], [sizes[name] for name in order]
+    )
 
 
 def unstacked(inner: LazyArray, axis: int) -> list[Rearranged]:
@@ -222,7 +224,8 @@ def unstacked(inner: LazyArray, axis: int) -> list[Rearranged]:
     layout = Layout(_plain(names, sizes), _plain(order, sizes))
     shape = [sizes[name] for name in order]
     return [
-        Rearranged([Part(layout, {(): inner}, {names[axis]: index})], shape) for index in range(inner.shape[axis])
+        Rearranged([Part(layout, {(): inner}, {names[axis]: index})], shape)
+        for index in range(inner.shape[axis])
     ]
 
 

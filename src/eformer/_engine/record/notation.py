@@ -153,7 +153,9 @@ class AxisRule:
     def literal(self) -> str:
         """Return a name that the left side could match, to find the nearest existing one."""
         parts = self.left[0].parts if self.left else ()
-        return "".join(p if isinstance(p, str) else p.words[0] if isinstance(p, Words) else "0" for p in parts)
+        return "".join(
+            p if isinstance(p, str) else p.words[0] if isinstance(p, Words) else "0" for p in parts
+        )
 
 
 # --------------------------------------------------------------------------------------------- axes
@@ -198,7 +200,9 @@ def parse_axes(text: str) -> tuple[Axis, ...]:
     axes, rest = _axes_until(tokens, 0, text, 0)
     if rest < len(tokens):
         raise FormatError(f"[{text}]: unexpected {tokens[rest]!r}")
-    if axes.count(REST) > 1 or any(REST in names_in(a, j) for a in axes if a != REST for j in range(_count(a))):
+    if axes.count(REST) > 1 or any(
+        REST in names_in(a, j) for a in axes if a != REST for j in range(_count(a))
+    ):
         raise FormatError(f"[{text}]: ... stands once, and in no group")
     if sum(map(_concatenations, axes)) > 1:
         raise FormatError(f"[{text}]: a leaf has at most one axis with +")
@@ -218,7 +222,9 @@ def _axes_until(tokens: Sequence[str], at: int, text: str, depth: int) -> tuple[
 
 def _block(tokens: Sequence[str], at: int, text: str, depth: int) -> tuple[Axis, int]:
     if at == len(tokens) or tokens[at] in "+)" or depth > _MOST_DEPTH:
-        raise FormatError(f"[{text}]: expected an axis {'at the end' if at == len(tokens) else 'before ' + tokens[at]}")
+        raise FormatError(
+            f"[{text}]: expected an axis {'at the end' if at == len(tokens) else 'before ' + tokens[at]}"
+        )
     if tokens[at] != "(":
         return tokens[at], at + 1
     parts, at = _axes_until(tokens, at + 1, text, depth + 1)
@@ -242,7 +248,9 @@ def _parse_hole(text: str) -> Text | Words | Index:
     if equals and "(" not in axis:
         return _words(_word(axis, text), words.split("|"), text)
     if not (match := _INDEX.fullmatch(text.strip())):
-        raise FormatError(f"{{{text}}} is no placeholder; expected {{l}}, {{(b i)}}, {{N + l}}, {{l<N}}, {{c=k|v}} or {{*q}}")
+        raise FormatError(
+            f"{{{text}}} is no placeholder; expected {{l}}, {{(b i)}}, {{N + l}}, {{l<N}}, {{c=k|v}} or {{*q}}"
+        )
     digits = tuple(_digit(digit, text) for digit in match["digits"].strip("()").split())
     if not digits or digits[0].limit:
         raise FormatError(f"{{{text}}}: only an inner axis of a number has a limit, such as {{(b i<5)}}")
@@ -253,7 +261,9 @@ def _parse_hole(text: str) -> Text | Words | Index:
 def _digit(text: str, hole: str) -> Digit:
     match = _DIGIT.fullmatch(text)
     if not match:
-        raise FormatError(f"{{{hole}}}: {text!r} is no axis; expected a name, or a name with a limit such as i<5")
+        raise FormatError(
+            f"{{{hole}}}: {text!r} is no axis; expected a name, or a name with a limit such as i<5"
+        )
     limit = parse_expression(match[3]) if match[3] else None
     return Digit(_word(match[1], hole), limit, match[2] == "=")
 
@@ -325,7 +335,9 @@ def _parse_side(text: str) -> tuple[Leaf, ...]:
         leaves.append(_leaf(names[0], axes, tied))
         comma = re.compile(r"\s*,\s+|\s*$").match(text, at)
         if not comma:
-            raise FormatError(f"unexpected {text[at:].strip()[:40]!r}; leaves are set apart by a comma and a space")
+            raise FormatError(
+                f"unexpected {text[at:].strip()[:40]!r}; leaves are set apart by a comma and a space"
+            )
         at = comma.end()
         if comma[0].strip() and at == len(text):
             raise FormatError("a leaf is missing behind the last comma")
@@ -408,7 +420,9 @@ def _check(rule: AxisRule) -> None:
     for (i, block), (j, other) in zip(left, right, strict=True):
         _check_axes(rule.left[i], block, rule.right[j], other)
         _check_words(rule.left[i], rule.right[j])
-        if rule.left[i].texts ^ rule.right[j].texts and (rule.is_two_way or rule.right[j].texts - rule.left[i].texts):
+        if rule.left[i].texts ^ rule.right[j].texts and (
+            rule.is_two_way or rule.right[j].texts - rule.left[i].texts
+        ):
             raise FormatError("both sides have the same placeholders of text")
 
 
@@ -420,7 +434,9 @@ def _check_brackets(rule: AxisRule) -> None:
         raise FormatError("... stands on both sides, or on neither")
     if leaves[0].axes is None and any(step.verb == "pad" for step in rule.steps):
         raise FormatError("pad needs brackets with the axis on both sides")
-    if any(leaf.tied for leaf in leaves) and (len(leaves) > 2 or rule.right[0].tied or rule.left[0].count > 1):
+    if any(leaf.tied for leaf in leaves) and (
+        len(leaves) > 2 or rule.right[0].tied or rule.left[0].count > 1
+    ):
         raise FormatError("`A or B` stands alone on the left, with one leaf on the right")
     for step in rule.steps:
         if step.verb == "pad" and not any(step.axis in (leaf.axes or ()) for leaf in rule.right):
@@ -448,4 +464,6 @@ def _check_words(left: Leaf, right: Leaf) -> None:
     words = {part.axis: part.words for part in left.parts if isinstance(part, Words)}
     for part in right.parts:
         if isinstance(part, Words) and len(words.get(part.axis, part.words)) != len(part.words):
-            raise FormatError(f"{part.axis} has {len(words[part.axis])} words on the left, {len(part.words)} on the right")
+            raise FormatError(
+                f"{part.axis} has {len(words[part.axis])} words on the left, {len(part.words)} on the right"
+            )

@@ -195,12 +195,18 @@ class Rules:
             assert isinstance(text, RuleText)
             own = dict.fromkeys([*renamed.arrays, *renamed.plain.values()], "")
             for stage in text.stages[::-1] if self.back else text.stages:
-                is_last = text is texts[0 if self.back else -1] and stage is text.stages[0 if self.back else -1]
-                renaming = _Renaming(stage, text, known, is_last=is_last)
-                renamed = _joined(renamed, renaming.apply(renamed.arrays, dict.fromkeys(renamed.plain.values())))
+                is_last = (
+                    text is texts[0 if self.back else -1] and stage is text.stages[0 if self.back else -1]
+                )
+                renaming = _Renaming(stage, text, known, is_last=is_last, before=renamed.transforms)
+                renamed = _joined(
+                    renamed, renaming.apply(renamed.arrays, dict.fromkeys(renamed.plain.values()))
+                )
                 own, kept = renaming.still_kept(own), renaming.still_kept(kept)
             if text.book and own:
-                unmatched = [f"{name}: no rule of {text.book.name} matches{hint}" for name, hint in own.items()]
+                unmatched = [
+                    f"{name}: no rule of {text.book.name} matches{hint}" for name, hint in own.items()
+                ]
                 raise MismatchError(unmatched, context="rename")
         renamed.kept = [f"{name}{hint}" for name, hint in kept.items()]
         _set_dtypes(renamed, known)
@@ -358,10 +364,17 @@ class _Renaming:
     """The state of one stage while it walks the leaves."""
 
     def __init__(
-        self, stage: Sequence[RegexRule | AxisRule], text: RuleText, known: _Known, *, is_last: bool
+        self,
+        stage: Sequence[RegexRule | AxisRule],
+        text: RuleText,
+        known: _Known,
+        *,
+        is_last: bool,
+        before: Mapping[str, str] | None = None,
     ) -> None:
         self.stage, self.known, self.is_last = stage, known, is_last
         self.is_book = text.book is not None
+        self.before = before or {}
         self.numbers = Numbers(text.lets, known.config)
         self.kept: dict[str, str] = {}
         self.renamed = Renamed()
@@ -437,7 +450,9 @@ class _Renaming:
         self.kept[name] = _near_miss(near, array)
         self.add(name, name, array)
 
-    def take_by_regex(self, rule: RegexRule | ReadyRule, name: str, text: str, array: LazyArray | None) -> bool:
+    def take_by_regex(
+        self, rule: RegexRule | ReadyRule, name: str, text: str, array: LazyArray | None
+    ) -> bool:
         """Apply a rule with a regular expression; return False if it does not match."""
         assert isinstance(rule, RegexRule)
         match = rule.pattern.fullmatch(name) or (text != name and rule.pattern.fullmatch(text))
@@ -447,7 +462,9 @@ class _Renaming:
         if rule.name is None:
             self.renamed.left_out.append(name)
         elif self.known.back:
-            self.problems.append(f"{rule.where} has a regular expression and cannot be read from right to left")
+            self.problems.append(
+                f"{rule.where} has a regular expression and cannot be read from right to left"
+            )
         else:
             self.apply_rule(rule, name, match, array)
         return True
@@ -475,7 +492,8 @@ class _Renaming:
             self.renamed.left_out.append(name)
         elif self.known.back and not ready.rule.is_two_way:
             self.problems.append(
-                f"{ready.where} has -> and cannot be read from right to left; write <->, or leave it out of the way back"
+                f"{ready.where} has -> and cannot be read from right to left; write <->, or leave it out of the way "
+                "back"
             )
         elif array is None or (ready.moves_nothing and not ready.rule.steps):
             self.add(ready.targets[0].fill(bound), name, array)
@@ -526,7 +544,8 @@ class _Renaming:
         elif array is None:
             renamed.plain[old] = new
         else:
-            renamed.arrays[new], renamed.transforms[new] = array, transform
+            renamed.arrays[new] = array
+            renamed.transforms[new] = ", ".join(filter(None, [self.before.get(old), transform]))
         self.taken.add(new)
 
     def add_hints(self) -> None:
@@ -559,7 +578,7 @@ def _joined(before: Renamed, after: Renamed) -> Renamed:
     """Join the records of two stages."""
     return Renamed(
         after.arrays,
-        {name: text or before.transforms.get(name, "") for name, text in after.transforms.items()},
+        after.transforms,
         {old: after.plain[new] for old, new in before.plain.items() if new in after.plain},
         left_out=[*before.left_out, *after.left_out],
         unused_rules=before.unused_rules | after.unused_rules,

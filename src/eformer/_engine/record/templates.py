@@ -167,7 +167,8 @@ class _WordHole(_Hole):
         return True
 
     def write(self, bound: Mapping[str, Any]) -> str:
-        return self.words[bound[self.key]]
+        word: str = self.words[bound[self.key]]
+        return word
 
 
 class _PlainIndex(_Hole):
@@ -194,7 +195,11 @@ class _AnyIndex(_Hole):
         if self.stop is not None and len(part.digits) == 1:
             self.count = max(0, self.stop - self.start)
         self.digits = [
-            (digit, known.radix_of(digit.axis) if n else 0, known.number(digit.limit) if digit.limit else None)
+            (
+                digit,
+                known.radix_of(digit.axis) if n else 0,
+                known.number(digit.limit) if digit.limit else None,
+            )
             for n, digit in enumerate(part.digits)
         ]
 

@@ -232,6 +232,7 @@ def _source(name: str, array: LazyArray, cast: str | None) -> Source:
 
 def _rename_tree(view: View, renamed: Renamed, values: dict[str, Any], cast: str | None) -> ConvertedTree:
     refuse_transformed_keys(renamed.arrays.values())
+    renamed.require_tied()
     names = [*renamed.arrays, *renamed.plain.values()]
     structure, final = nested_spelled({name: name for name in names})
     converted = ConvertedTree(
@@ -245,13 +246,21 @@ def _rename_tree(view: View, renamed: Renamed, values: dict[str, Any], cast: str
     converted.kept = renamed.kept
     converted.notes += [f"matches no leaf: {rule}" for rule in renamed.unused_rules.values()]
     converted.notes += [f"left out: {name}" for name in renamed.left_out]
-    converted.notes += renamed.notes
+    converted.notes += [*renamed.notes, *_roundings(converted)]
     converted.notes += [
         f"{name} is stored as {final[name]}, because a part of its name is a leaf itself"
         for name in names
         if final[name] != join_name(split_spelled(name))
     ]
     return converted
+
+
+def _roundings(tree: ConvertedTree) -> Iterator[str]:
+    """Yield a note for leaves that rules compute in float32 and that are stored in fewer bits."""
+    for source in tree.sources:
+        ((_, array),) = source.parts
+        if array.is_changed and array.dtype.itemsize > source.itemsize:
+            yield f"{source.name}: computed in float32, stored as {source.dtype}; the way back is not exact"
 
 
 def _losses(tree: ConvertedTree, target: TargetFormat) -> Iterator[str]:
@@ -316,7 +325,10 @@ def _describe_array(tree: ConvertedTree, source: Source) -> ConvertedLeaf:
         changes.append(f"dequantised from {stored[0].entry.dtype}")
     elif stored and stored[0].entry.dtype != source.dtype:
         changes.append(f"from {stored[0].entry.dtype}")
-    what, origins = f"{source.dtype}{list(source.shape)}", tuple(leaf.name for leaf in stored) or (source.name,)
+    what, origins = (
+        f"{source.dtype}{list(source.shape)}",
+        tuple(leaf.name for leaf in stored) or (source.name,),
+    )
     return ConvertedLeaf(source.name, what, nbytes, origins, ", ".join(filter(None, changes)))
 
 

@@ -17,6 +17,7 @@ import msgspec
 
 from eformer._engine.formats.dense import refuse_raw
 from eformer._engine.formats.find import look_at
+from eformer._engine.formats.model_config import given_config, model_config
 from eformer._engine.formats.others.peft import CONFIG, WEIGHTS, with_config
 from eformer._engine.formats.quantized import dtype_of_dequant
 from eformer._engine.formats.run_steps import path_of_step
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from eformer._engine.formats.found import Found
+    from eformer._engine.formats.model_config import ModelConfig
     from eformer._engine.formats.run_steps import StepChoice
     from eformer._engine.record.planned import Source
     from eformer._engine.record.rename import RenameRules
@@ -84,8 +86,9 @@ def convert(
     root: str | None = None,
     keys: str | Iterable[str] | None = None,
     rename: RenameRules | None = None,
+    back: bool = False,
     dtype: Any = None,
-    config: Mapping[str, Any] | None = None,
+    config: ModelConfig | None = None,
     max_shard_bytes: int | None = None,
     memory: int | None = None,
     dry_run: bool = False,
@@ -106,10 +109,12 @@ def convert(
     root             name of a subtree, such as "params", to convert as the whole checkpoint
     keys             names of leaves or subtrees to convert, or patterns such as "layers.*.bias"; after `rename`. With
                      `keys` or `rename`, the result is nested dicts by the names of the leaves
-    rename           rules: a file, their text, a dict {pattern: "new name | step"}, pairs or lines; see
-                     `docs/guides/renaming.md`
+    rename           rules: the name of a shipped book, a file, their text, a dict {pattern: "new name | step"}, pairs
+                     or lines; see `docs/guides/renaming.md`
+    back             read the rules from right to left, such as from the layout of a JAX program to Hugging Face's
     dtype            cast floating leaves to this dtype
-    config           for to="peft": settings of adapter_config.json, such as lora_alpha; see `docs/guides/peft.md`
+    config           config.json of the model for the rules, as a dict or a path; None for the file at `source`. For
+                     to="peft": settings of adapter_config.json, such as lora_alpha; see `docs/guides/peft.md`
     max_shard_bytes  maximum size of one safetensors file
     memory           maximum memory of the program in bytes, even for larger leaves; None for 2 GB more than the program
                      already takes, or more if a larger chunk must be decoded
@@ -130,10 +135,13 @@ def convert(
     """
     place = _Destination(destination)
     target = _target_format(place.name, to)
-    if config is not None and target != "peft":
-        raise ValueError(f"config= is for to='peft', and the target is {target}")
+    if config is not None and target != "peft" and rename is None:
+        raise ValueError(f"config= is for the rules of rename=, and for to='peft'; the target is {target}")
+    if back and rename is None:
+        raise ValueError("back=True is for the rules of rename=")
     numbers = dtype_of_dequant(dequant)
-    rules = None if rename is None else rules_from(rename) or None
+    rules = None if rename is None else rules_from(rename, back=back) or None
+    settings = given_config(config) if config is not None else None
     names = None if keys is None else (keys,) if isinstance(keys, str) else tuple(keys)
     with ExitStack() as stack:
         found, views = _open(source, step, prefix, numbers, stack)
@@ -144,14 +152,16 @@ def convert(
                 f"{os.fspath(source)}: {number} would be lost, which may hold leaves: {few(left_out)}. Pass "
                 "allow_missing=True to convert the rest"
             )
-        choice = LeafChoice(root, rules, names)
+        model = None if target == "peft" else settings
+        model = model_config(found.store) if rules and model is None else model
+        choice = LeafChoice(root, rules, names, model)
         trees = {name: plan_tree(view, choice, dtype, target) for name, view in views.items()}
         if dequant is not False:
             _require_numbers(found, trees.values())
         _check(trees, target, place.name, max_shard_bytes)
         if target == "peft":
             (tree,) = trees.values()
-            plan_adapter(tree, config or {}, rules)
+            plan_adapter(tree, settings or {}, rules)
         conversion = summarize(source if step is None else found.path, destination, target, trees, left_out)
         budget = _budget(memory, trees, target)
         if not dry_run:
