@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import types
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ MODELS = {
     "gemma2": ("gemma2-2b", 1),
     "gemma3": ("gemma3-4b", 1),
     "gemma4": ("gemma4-26b", 1),
+    "gemma4_text": ("gemma4-31b", 1),
     "qwen3_next": ("qwen3-next-80b-a3b", 4),
     "qwen3_5_moe": ("qwen3.5-35b-a3b", 4),
 }
@@ -38,6 +40,7 @@ MODELS = {
 _UTILS = "checkpoint_conversion/utils"
 
 
+@cache
 def _module(name: str) -> Any:
     """Run one module of MaxText."""
     spec = importlib.util.find_spec("maxtext")
