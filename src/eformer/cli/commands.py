@@ -383,7 +383,9 @@ def convert(
     from eformer._engine.tools.convert import convert as carry_out
 
     if settings and model_config:
-        raise click.UsageError("--config is for --to peft, and --model-config for the rules of --rename; use one")
+        raise click.UsageError(
+            "--config is for --to peft, and --model-config for the rules of --rename; use one"
+        )
     if dequant is not None and no_dequant:
         raise click.UsageError("--dequant and --no-dequant exclude each other")
     done = carry_out(

@@ -109,7 +109,9 @@ def blocks_of(draw):
     if codes == "fp4" and draw(st.booleans()) and width == 32 and height == 1:
         groups = -(-columns // 32)
         shape = (*around, rows, 32 * groups)
-        return Blocks(codes, shape, (*(1 for _ in around), 1, 32), is_grouped=True, is_transposed=draw(st.booleans()))
+        return Blocks(
+            codes, shape, (*(1 for _ in around), 1, 32), is_grouped=True, is_transposed=draw(st.booleans())
+        )
     return Blocks(codes, (*around, rows, columns), block, divides=draw(st.booleans()))  # fmt: skip
 
 
@@ -117,7 +119,9 @@ def blocks_of(draw):
 def weights(draw):
     """Draw a quantised weight: its blocks and its leaves."""
     blocks, rng = draw(blocks_of()), np.random.default_rng(draw(st.integers(0, 2**32)))
-    stored = {"float8": [F8, E5], "fp4": [np.uint8, np.int8], "int4": [np.int32], "int8": [np.int32]}[blocks.codes]
+    stored = {"float8": [F8, E5], "fp4": [np.uint8, np.int8], "int4": [np.int32], "int8": [np.int32]}[
+        blocks.codes
+    ]
     columns = -(-blocks.shape[-1] // blocks.per_element)
     shape = (*blocks.shape[:-1], columns // 16, 16) if blocks.is_grouped else (*blocks.shape[:-1], columns)
     arrays = {"q": random(rng, shape, draw(st.sampled_from(stored)))}

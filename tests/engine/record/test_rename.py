@@ -174,7 +174,9 @@ def test_rules_are_a_file_its_text_a_dict_pairs_or_lines(tmp_path, monkeypatch):
     lines = text.splitlines()
     forms = [text, tmp_path / "rules.txt", "~/rules.txt", rules, rules.items(), iter(rules.items()), lines]
     for form in forms:
-        found = [(rule.pattern.pattern, rule.name, list(map(str, rule.steps))) for rule in only(rules_from(form))]
+        found = [
+            (rule.pattern.pattern, rule.name, list(map(str, rule.steps))) for rule in only(rules_from(form))
+        ]
         assert found == [(r"a\.(\w+)", r"b.\1", ["transpose"]), ("head", None, [])]
     assert [rule.name for rule in only(rules_from("a -> b"))] == ["b"]
     assert [rule.name for rule in only(rules_from("a ->"))] == [None]

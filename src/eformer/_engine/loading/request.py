@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from eformer._engine.formats.found import Found
     from eformer._engine.formats.run_steps import StepChoice
     from eformer._engine.record.manifest import TreeEntry
-    from eformer._engine.record.rename import Rules as RenamingRules
+    from eformer._engine.record.rename import RenamingRules
     from eformer._engine.stores.keys import PublicKey
     from eformer._engine.tasks.progress import Progress
 

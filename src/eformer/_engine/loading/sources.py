@@ -42,7 +42,7 @@ from eformer._engine.record.boxes import Box
 from eformer._engine.record.dequantized import dequantized_in
 from eformer._engine.record.digests import sha256_of
 from eformer._engine.record.dtypes import dtype_from_name, is_floating, raw_pieces
-from eformer._engine.record.lazy_arrays import Rearranged, stored_leaves
+from eformer._engine.record.lazy_arrays import Rearranged, shared_in, stored_leaves
 from eformer._engine.record.names import BARE_LEAF, readable, refuse_root, resolve
 from eformer._engine.record.pieces import bounding, pieces
 from eformer._engine.record.text import few
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from eformer._engine.loading.select import LeafTarget
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
     from eformer._engine.record.planned import LazyArray
-    from eformer._engine.record.rename import Renamed, Rules
+    from eformer._engine.record.rename import Renamed, RenamingRules
     from eformer._engine.stores.base import Files, Store
     from eformer._engine.tasks.progress import Meter
 
@@ -159,7 +159,7 @@ def model_facts(store: Store, request: Request, like: Leaves | None) -> ModelFac
     return found
 
 
-def rename_leaves(sources: Sequence[LoadSource], rules: Rules) -> None:
+def rename_leaves(sources: Sequence[LoadSource], rules: RenamingRules) -> None:
     """Apply the rules to the leaves of each checkpoint, and warn of rules that match no leaf of any checkpoint."""
     found = [_rename(source, rules, is_alone=len(sources) == 1) for source in sources]
     unused = [result.unused_rules for result in found]
@@ -169,7 +169,7 @@ def rename_leaves(sources: Sequence[LoadSource], rules: Rules) -> None:
         logger.warning("rename=: %s", few(notes))
 
 
-def _rename(source: LoadSource, rules: Rules, *, is_alone: bool) -> Renamed:
+def _rename(source: LoadSource, rules: RenamingRules, *, is_alone: bool) -> Renamed:
     """Apply the rules to the leaves of a checkpoint. An error names the checkpoint if it is one of several."""
     try:
         source.contents, result = renamed(
@@ -435,16 +435,31 @@ def check_sha256(found: Found, tree: TreeEntry, expected: Mapping[str, str], thr
 def read_computed(
     computed: Mapping[str, LazyArray], targets: Sequence[LeafTarget], threads: int, meter: Meter
 ) -> None:
-    """Read the targets that rules compute into host memory."""
-    tasks: list[Callable[[], None]] = []
+    """Read the targets that rules compute into host memory.
+
+    Arrays with alternating elements of one source are read side by side, so that the source is read once.
+    """
+    groups: dict[object, list[tuple[LazyArray, LeafTarget, list[Box]]]] = {}
     for target in targets:
         if (array := computed.get(target.name)) is not None:
-            tasks += _tasks(array, target, meter)
+            parts = [part for box in _boxes(target) for part in _slices(box, array)]
+            shared = frozenset(map(id, shared_in(array)))
+            groups.setdefault((shared, *parts) if shared else id(target), []).append((array, target, parts))
+    tasks: list[Callable[[], None]] = []
+    for group in groups.values():
+        for shared_array in shared_in(group[0][0]):
+            shared_array.readers = len(group)
+        side_by_side = zip(
+            *(_tasks(array, target, parts, meter) for array, target, parts in group), strict=True
+        )
+        tasks += itertools.chain.from_iterable(side_by_side)
     run_all(tasks, threads)
 
 
-def _tasks(array: LazyArray, target: LeafTarget, meter: Meter) -> list[Callable[[], None]]:
-    """Return tasks that read one array, each a slice that lies in few ranges of the files."""
+def _tasks(
+    array: LazyArray, target: LeafTarget, parts: Sequence[Box], meter: Meter
+) -> list[Callable[[], None]]:
+    """Return tasks that read the parts of one array, each of which lies in few ranges of the files."""
     dtype = dtype_from_name(target.dtype)
     outputs: list[tuple[Box, Array]] = [
         (box, np.ndarray(box.shape, dtype, aligned(dtype.itemsize * box.size))) for box in target.wanted
@@ -460,7 +475,7 @@ def _tasks(array: LazyArray, target: LeafTarget, meter: Meter) -> list[Callable[
             elif overlap := part.overlap(box):
                 output[overlap.inside(box).slices] = elements[overlap.inside(part).slices]
 
-    return [partial(read, part) for box in _boxes(target) for part in _slices(box, array)]
+    return [partial(read, part) for part in parts]
 
 
 def _boxes(target: LeafTarget) -> list[Box]:

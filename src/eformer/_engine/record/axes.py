@@ -131,15 +131,17 @@ def _ranges(digits: Sequence[Digit], start: int, stop: int) -> Iterator[Ranges]:
 # ---------------------------------------------------------------------------------------------- layouts
 
 
-class View(NamedTuple):
+class Strided(NamedTuple):
     """Elements of an array: a box, and in it where the elements begin and how they go on.
 
-    steps   the axis, stride and number of each digit
+    steps      the axis, stride and number of each digit
+    is_shared  other targets read the same box, for the elements between these
     """
 
     box: Box
     begin: tuple[int, ...]
     steps: tuple[tuple[int, int, int], ...]
+    is_shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,9 @@ class Layout:
     @cached_property
     def is_identity(self) -> bool:
         return (
-            self.source == self.target and not self.numbered and all(len(axis.digits) <= 1 for axis in self.source)
+            self.source == self.target
+            and not self.numbered
+            and all(len(axis.digits) <= 1 for axis in self.source)
         )
 
     @cached_property
@@ -195,7 +199,7 @@ class Layout:
         """Split indices that lie so far apart that the box around them has more than twice their elements."""
         spread = []  # by source axis: how much of the box is not wanted, and the axis to split
         for axis in self.source:
-            low, high, _ = _span(axis, ranges, chosen)
+            span = _span(axis, ranges, chosen)
             sizes = [
                 (d.name, stop - first)
                 for d in axis.digits
@@ -203,7 +207,9 @@ class Layout:
                 for first, stop in [ranges[d.name]]
             ]
             count = math.prod(size for _, size in sizes)
-            spread.append(((high - low) / count, next((name for name, size in sizes if size > 1), None)))
+            spread.append(
+                ((span.stop - span.start) / count, next((name for name, size in sizes if size > 1), None))
+            )
         waste, apart = max(((w, name) for w, name in spread if name), default=(1.0, None))
         if (
             apart is None
@@ -221,45 +227,51 @@ class Layout:
         each = math.prod(ranges[name][1] - ranges[name][0] for name in self.free if name != apart)
         return stop - start <= _MOST_PARTS or each >= _MANY_ELEMENTS
 
-    def view_of_source(self, ranges: Ranges, chosen: Mapping[str, int]) -> View:
+    def view_of_source(self, ranges: Ranges, chosen: Mapping[str, int]) -> Strided:
         """Return where elements lie in a source."""
         spans = [_span(axis, ranges, chosen) for axis in self.source]
-        box = Box(tuple(low for low, _, _ in spans), tuple(high for _, high, _ in spans))
+        box = Box(tuple(span.start for span in spans), tuple(span.stop for span in spans))
         steps = {
             name: (number, stride, ranges[name][1] - ranges[name][0])
             for number, axis in enumerate(self.source)
             for name, stride, _ in axis.digits
             if name not in chosen
         }
-        return View(
-            box,
-            tuple(begin for _, _, begin in spans),
-            tuple(steps[name] for name in self.free if name in steps),
+        begin = tuple(span.begin for span in spans)
+        return Strided(
+            box, begin, tuple(steps[name] for name in self.free), any(span.is_shared for span in spans)
         )
 
-    def view_of_target(self, ranges: Ranges, box: Box) -> View:
+    def view_of_target(self, ranges: Ranges, box: Box) -> Strided:
         """Return where elements lie in a box of the target, in the same order."""
         begin, steps = [], {}
         for number, (axis, low) in enumerate(zip(self.target, box.start, strict=True)):
             begin.append(axis.place({name: first for name, (first, _) in ranges.items()}) - low)
             for name, stride, _ in axis.digits:
                 steps[name] = (number, stride, ranges[name][1] - ranges[name][0])
-        return View(box, tuple(begin), tuple(steps[name] for name in self.free))
+        return Strided(box, tuple(begin), tuple(steps[name] for name in self.free))
 
 
-def _span(axis: Lattice, ranges: Ranges, chosen: Mapping[str, int]) -> tuple[int, int, int]:
-    """Return the start and stop of the places of some indices on an axis of a source, and where in it they begin.
+class _Span(NamedTuple):
+    """The places of some indices on an axis of a source, and where in it the first lies."""
 
-    If an axis with a chosen index alternates, the span has all its indices, so that other targets read the same box.
-    """
+    start: int
+    stop: int
+    begin: int
+    is_shared: bool
+
+
+def _span(axis: Lattice, ranges: Ranges, chosen: Mapping[str, int]) -> _Span:
+    """Return where some indices lie. If an axis with a chosen index alternates, the span has all its indices, so that
+    other targets read the same box."""
     low = last = axis.offset
-    begin, alternates = 0, False
+    begin, alternates, is_shared = 0, False, False
     for name, stride, size in axis.digits:
         if name not in chosen:
             low, last = low + stride * ranges[name][0], last + stride * (ranges[name][1] - 1)
             alternates = alternates or ranges[name][1] - ranges[name][0] > 1
         elif alternates:
-            last, begin = last + stride * (size - 1), begin + stride * chosen[name]
+            last, begin, is_shared = last + stride * (size - 1), begin + stride * chosen[name], True
         else:
             low, last = low + stride * chosen[name], last + stride * chosen[name]
-    return low, last + 1, begin
+    return _Span(low, last + 1, begin, is_shared)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from eformer._engine.record.axes import Lattice, Layout, View, lattice
+from eformer._engine.record.axes import Lattice, Layout, Strided, lattice
 from eformer._engine.record.boxes import Box, contiguous
 from eformer._engine.record.dtypes import dtype_from_name, name_of_dtype
 from eformer._engine.record.lazy import lazy_property
@@ -95,7 +95,7 @@ class StoredLeaf(LazyArray):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SourceBlock:
     """The sources of one block of an array, by their indices on the numbered axes of the layout.
 
     `chosen` has the indices that the name of the array gives.
@@ -124,7 +124,7 @@ class Rearranged(LazyArray):
     drops its decoded chunks when the next one is read.
     """
 
-    def __init__(self, parts: Sequence[Part], shape: Sequence[int]) -> None:
+    def __init__(self, parts: Sequence[SourceBlock], shape: Sequence[int]) -> None:
         self.parts = parts
         self._latest = next(iter(parts[0].sources.values()))
         self.shape, self.dtype = tuple(shape), self._latest.dtype
@@ -152,25 +152,27 @@ class Rearranged(LazyArray):
         copies = [copy for part in self.parts for copy in _copies(part, box)] if box.size else []
         if len(copies) == 1:
             source, here, _ = copies[0]
-            return _digits(self._read(source, here.box), here).reshape(box.shape)
+            return _digits(self._read(source, here), here).reshape(box.shape)
         whole = np.empty(box.shape, self.dtype)
         for source, here, there in copies:
-            _digits(whole, there)[...] = _digits(self._read(source, here.box), here)
+            _digits(whole, there)[...] = _digits(self._read(source, here), here)
         return whole
 
-    def _read(self, source: LazyArray, box: Box) -> Array:
+    def _read(self, source: LazyArray, here: Strided) -> Array:
         """Read from one array, after the previous array has dropped its decoded chunks. Several threads may read."""
         before, self._latest = self._latest, source
         if before is not source:
             before.forget()
-        return source.read(box)
+        if here.is_shared and isinstance(source, Shared):
+            return source.read_for_all(here.box)
+        return source.read(here.box)
 
     def forget(self) -> None:
         if all(part.is_last for part in self.parts):  # the last user of the shared arrays
             self._latest.forget()
 
 
-def _copies(part: Part, box: Box) -> Iterator[tuple[LazyArray, View, View]]:
+def _copies(part: SourceBlock, box: Box) -> Iterator[tuple[LazyArray, Strided, Strided]]:
     """Yield the sources of the elements in a box, with the places there and in the box."""
     layout, chosen = part.layout, part.chosen
     for ranges in layout.ranges(box, chosen):
@@ -180,13 +182,55 @@ def _copies(part: Part, box: Box) -> Iterator[tuple[LazyArray, View, View]]:
             yield part.sources[index], here, layout.view_of_target(ranges | one if one else ranges, box)
 
 
-def _digits(array: Array, view: View) -> Array:
+def _digits(array: Array, view: Strided) -> Array:
     """Return the elements of a view, with one axis for each digit."""
     if not view.steps and not array.ndim:
         return array
     start = array[tuple(slice(begin, None) for begin in view.begin)]
     strides = [stride * array.strides[axis] for axis, stride, _ in view.steps]
     return as_strided(start, [count for _, _, count in view.steps], strides)
+
+
+class Shared(LazyArray):
+    """An array of which other arrays have alternating elements, such as interleaved projections.
+
+    If `readers` of them are read side by side, each box that all of them need is read once, and kept until the last of
+    them has it.
+    """
+
+    def __init__(self, inner: LazyArray) -> None:
+        self.inner, self.inners = inner, [inner]
+        self.shape, self.dtype, self.is_changed = inner.shape, inner.dtype, inner.is_changed
+        self.in_order, self.slow_axis = inner.in_order, inner.slow_axis
+        self.readers = 1
+        self._kept: dict[Box, tuple[Array, int]] = {}
+        self._lock = threading.Lock()
+
+    def read(self, box: Box) -> Array:
+        return self.inner.read(box)
+
+    def read_for_all(self, box: Box) -> Array:
+        """Read a box that the other readers need as well."""
+        if self.readers == 1:
+            return self.inner.read(box)
+        with self._lock:
+            array, left = self._kept.pop(box, (None, self.readers))
+            if array is None:
+                array = self.inner.read(box)
+            if left > 1:
+                self._kept[box] = array, left - 1
+            return array
+
+    def forget(self) -> None:
+        self.inner.forget()
+
+
+def shared_in(array: LazyArray) -> Iterator[Shared]:
+    """Yield the shared arrays behind an array."""
+    if isinstance(array, Shared):
+        yield array
+    for inner in array.inners:
+        yield from shared_in(inner)
 
 
 # ------------------------------------------------------------------------------------- common layouts
@@ -202,7 +246,7 @@ def transposed(inner: LazyArray, axes: Sequence[int]) -> Rearranged:
     sizes = dict(zip(names, inner.shape, strict=True))
     order = [names[axis] for axis in axes]
     layout = Layout(_plain(names, sizes), _plain(order, sizes))
-    return Rearranged([Part(layout, {(): inner})], [sizes[name] for name in order])
+    return Rearranged([SourceBlock(layout, {(): inner})], [sizes[name] for name in order])
 
 
 def stacked(inners: Sequence[LazyArray], axis: int) -> Rearranged:
@@ -212,7 +256,7 @@ def stacked(inners: Sequence[LazyArray], axis: int) -> Rearranged:
     order = [*names[:axis], "n", *names[axis:]]
     layout = Layout(_plain(names, sizes), _plain(order, sizes), ("n",))
     return Rearranged(
-        [Part(layout, {(n,): a for n, a in enumerate(inners)})], [sizes[name] for name in order]
+        [SourceBlock(layout, {(n,): a for n, a in enumerate(inners)})], [sizes[name] for name in order]
     )
 
 
@@ -224,7 +268,7 @@ def unstacked(inner: LazyArray, axis: int) -> list[Rearranged]:
     layout = Layout(_plain(names, sizes), _plain(order, sizes))
     shape = [sizes[name] for name in order]
     return [
-        Rearranged([Part(layout, {(): inner}, {names[axis]: index})], shape)
+        Rearranged([SourceBlock(layout, {(): inner}, {names[axis]: index})], shape)
         for index in range(inner.shape[axis])
     ]
 

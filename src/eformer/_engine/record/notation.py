@@ -48,14 +48,14 @@ Axis = str | Group | Concatenation
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextHole:
     """A placeholder for any text: `{*q}`."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class WordHole:
     """A placeholder for one of some words, which are an axis: `{c=gate|up}`."""
 
     axis: str
@@ -63,7 +63,7 @@ class Words:
 
 
 @dataclass(frozen=True, slots=True)
-class Digit:
+class NumberAxis:
     """An axis in a number. `limit` is the end of its indices; with `is_fixed`, its only index, and it is no axis."""
 
     axis: str
@@ -72,22 +72,22 @@ class Digit:
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
+class NumberHole:
     """A placeholder for a number, which is one axis or several, the last one fastest: `{l}`, `{(b i)}`, `{N + l<M}`.
 
     The number begins at `start`, and is below `stop`.
     """
 
-    digits: tuple[Digit, ...]
+    digits: tuple[NumberAxis, ...]
     start: Expression | None = None
     stop: Expression | None = None
 
 
-Part = str | Text | Words | Index
+Part = str | TextHole | WordHole | NumberHole
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class LeafPattern:
     """The name of a leaf, with placeholders, and its axes; None if the rule leaves the array as it is.
 
     `tied` is the leaf that is read where this one is missing.
@@ -96,7 +96,7 @@ class Leaf:
     text: str
     parts: tuple[Part, ...]
     axes: tuple[Axis, ...] | None
-    tied: Leaf | None = None
+    tied: LeafPattern | None = None
 
     def __str__(self) -> str:
         return self.text if self.axes is None else f"{self.text} [{' '.join(map(str, self.axes))}]"
@@ -108,12 +108,12 @@ class Leaf:
 
     @property
     def texts(self) -> set[str]:
-        return {part.name for part in self.parts if isinstance(part, Text)}
+        return {part.name for part in self.parts if isinstance(part, TextHole)}
 
     def named(self) -> list[str]:
         """List the axes in the name."""
-        words = (part.axis for part in self.parts if isinstance(part, Words))
-        indices = (part for part in self.parts if isinstance(part, Index))
+        words = (part.axis for part in self.parts if isinstance(part, WordHole))
+        indices = (part for part in self.parts if isinstance(part, NumberHole))
         return [*(d.axis for index in indices for d in index.digits if not d.is_fixed), *words]
 
     def axes_of(self, block: int) -> list[str]:
@@ -140,8 +140,8 @@ class AxisRule:
 
     where: str
     text: str
-    left: tuple[Leaf, ...]
-    right: tuple[Leaf, ...]
+    left: tuple[LeafPattern, ...]
+    right: tuple[LeafPattern, ...]
     steps: tuple[ValueStep, ...] = ()
     is_two_way: bool = True
     condition: Expression | None = None
@@ -154,7 +154,7 @@ class AxisRule:
         """Return a name that the left side could match, to find the nearest existing one."""
         parts = self.left[0].parts if self.left else ()
         return "".join(
-            p if isinstance(p, str) else p.words[0] if isinstance(p, Words) else "0" for p in parts
+            p if isinstance(p, str) else p.words[0] if isinstance(p, WordHole) else "0" for p in parts
         )
 
 
@@ -241,9 +241,9 @@ _INDEX = re.compile(r"(?:(?P<start>.+)\+)?\s*(?P<digits>\w+|\([^()]*\))\s*(?:<(?
 _DIGIT = re.compile(r"(\w+)(?:([<=])(\S+))?", re.ASCII)
 
 
-def _parse_hole(text: str) -> Text | Words | Index:
+def _parse_hole(text: str) -> TextHole | WordHole | NumberHole:
     if text.startswith("*"):
-        return Text(_word(text[1:], text))
+        return TextHole(_word(text[1:], text))
     axis, equals, words = text.partition("=")
     if equals and "(" not in axis:
         return _words(_word(axis, text), words.split("|"), text)
@@ -255,23 +255,23 @@ def _parse_hole(text: str) -> Text | Words | Index:
     if not digits or digits[0].limit:
         raise FormatError(f"{{{text}}}: only an inner axis of a number has a limit, such as {{(b i<5)}}")
     start, stop = (parse_expression(match[key]) if match[key] else None for key in ("start", "stop"))
-    return Index(digits, start, stop)
+    return NumberHole(digits, start, stop)
 
 
-def _digit(text: str, hole: str) -> Digit:
+def _digit(text: str, hole: str) -> NumberAxis:
     match = _DIGIT.fullmatch(text)
     if not match:
         raise FormatError(
             f"{{{hole}}}: {text!r} is no axis; expected a name, or a name with a limit such as i<5"
         )
     limit = parse_expression(match[3]) if match[3] else None
-    return Digit(_word(match[1], hole), limit, match[2] == "=")
+    return NumberAxis(_word(match[1], hole), limit, match[2] == "=")
 
 
-def _words(axis: str, words: Sequence[str], hole: str) -> Words:
+def _words(axis: str, words: Sequence[str], hole: str) -> WordHole:
     if not all(words) or len(set(words)) < len(words):
         raise FormatError(f"{{{hole}}}: the words differ from each other, and none is empty")
-    return Words(axis, tuple(words))
+    return WordHole(axis, tuple(words))
 
 
 def _word(text: str, hole: str) -> str:
@@ -284,7 +284,7 @@ def _word(text: str, hole: str) -> str:
 
 _ARROW = re.compile(r"(?:^|\s+)(<->|->)(?:\s+|$)")
 _LET = re.compile(r"([A-Za-z_]\w*)\s*=(.*)", re.ASCII)
-_TEMPLATE = re.compile(r"\{[A-Za-z(*_]|\[[^\]]*\]$")
+_TEMPLATE = re.compile(r"\{[A-Za-z(*_]|\s\[[^\]]*\]$")
 _NAME = re.compile(r"(?:\{[^{}]*\}|[^\s{}\[\],]|,(?!\s|$))+")
 _COMMENT = re.compile(r"(?:^|\s)#.*")
 
@@ -325,8 +325,8 @@ def parse_rule(where: str, line: str) -> AxisRule:
     return rule
 
 
-def _parse_side(text: str) -> tuple[Leaf, ...]:
-    leaves: list[Leaf] = []
+def _parse_side(text: str) -> tuple[LeafPattern, ...]:
+    leaves: list[LeafPattern] = []
     at = 0
     while at < len(text):
         names, at = _parse_names(text, at)
@@ -339,8 +339,6 @@ def _parse_side(text: str) -> tuple[Leaf, ...]:
                 f"unexpected {text[at:].strip()[:40]!r}; leaves are set apart by a comma and a space"
             )
         at = comma.end()
-        if comma[0].strip() and at == len(text):
-            raise FormatError("a leaf is missing behind the last comma")
     return tuple(leaves)
 
 
@@ -362,13 +360,13 @@ def _parse_brackets(text: str, at: int) -> tuple[tuple[Axis, ...] | None, int]:
     return (parse_axes(match[1]), match.end()) if match else (None, at)
 
 
-def _leaf(name: str, axes: tuple[Axis, ...] | None, tied: Leaf | None = None) -> Leaf:
+def _leaf(name: str, axes: tuple[Axis, ...] | None, tied: LeafPattern | None = None) -> LeafPattern:
     split = _HOLE.split(name)  # text and holes in turn
     parts = tuple(_parse_hole(part) if n % 2 else part for n, part in enumerate(split) if n % 2 or part)
-    texts = [part.name for part in parts if isinstance(part, Text)]
+    texts = [part.name for part in parts if isinstance(part, TextHole)]
     if len(texts) > _MOST_TEXTS or len(set(texts)) < len(texts):
         raise FormatError(f"{name} has more than {_MOST_TEXTS} placeholders of text, or one twice")
-    return Leaf(name, parts, axes, tied)
+    return LeafPattern(name, parts, axes, tied)
 
 
 _STEPS = "scale X, add X, pad AXIS N, cast DTYPE, fill X"
@@ -397,7 +395,7 @@ def _dtype(text: str) -> str:
 # ------------------------------------------------------------------------------------------- checks
 
 
-def blocks_of(leaves: Sequence[Leaf]) -> list[tuple[int, int]]:
+def blocks_of(leaves: Sequence[LeafPattern]) -> list[tuple[int, int]]:
     """List the blocks of a side in order, as the numbers of leaf and block."""
     return [(n, block) for n, leaf in enumerate(leaves) for block in range(leaf.count)]
 
@@ -443,7 +441,7 @@ def _check_brackets(rule: AxisRule) -> None:
             raise FormatError(f"pad: {step.axis} is not an axis of its own on the right")
 
 
-def _check_axes(left: Leaf, block: int, right: Leaf, other: int) -> None:
+def _check_axes(left: LeafPattern, block: int, right: LeafPattern, other: int) -> None:
     sides = {"left": left.axes_of(block), "right": right.axes_of(other)}
     if left.tied and set(left.tied.named()) != set(left.named()):
         raise FormatError(f"{left.text} and {left.tied.text} have different placeholders")
@@ -460,10 +458,10 @@ def _check_axes(left: Leaf, block: int, right: Leaf, other: int) -> None:
             )
 
 
-def _check_words(left: Leaf, right: Leaf) -> None:
-    words = {part.axis: part.words for part in left.parts if isinstance(part, Words)}
+def _check_words(left: LeafPattern, right: LeafPattern) -> None:
+    words = {part.axis: part.words for part in left.parts if isinstance(part, WordHole)}
     for part in right.parts:
-        if isinstance(part, Words) and len(words.get(part.axis, part.words)) != len(part.words):
+        if isinstance(part, WordHole) and len(words.get(part.axis, part.words)) != len(part.words):
             raise FormatError(
                 f"{part.axis} has {len(words[part.axis])} words on the left, {len(part.words)} on the right"
             )

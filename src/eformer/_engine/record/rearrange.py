@@ -18,8 +18,8 @@ import numpy as np
 
 from eformer._engine.record.axes import Layout, all_names, lattice, size_of, solve
 from eformer._engine.record.dtypes import dtype_from_name, is_floating, name_of_dtype
-from eformer._engine.record.lazy_arrays import Computed, Part, Rearranged, Resized
-from eformer._engine.record.notation import REST, blocks_of
+from eformer._engine.record.lazy_arrays import Computed, Rearranged, Resized, Shared, SourceBlock
+from eformer._engine.record.notation import REST, blocks_of, names_in
 from eformer._engine.record.templates import KnownSizes, Template
 from eformer.errors import FormatError
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.record.axes import Sizes
     from eformer._engine.record.expressions import Numbers
-    from eformer._engine.record.notation import Axis, AxisRule, Leaf, ValueStep
+    from eformer._engine.record.notation import Axis, AxisRule, LeafPattern, ValueStep
     from eformer._engine.record.planned import LazyArray
     from eformer._engine.record.templates import Bound
 
@@ -107,6 +107,7 @@ class ReadyRule:
         self.pairs_of = [
             [(n, p) for n, p in enumerate(self.pairs) if p.source == i] for i in range(len(self.sources))
         ]
+        self.alternates = any(map(self._alternates, self.pairs))
         self.pads = {s.axis: s for s in rule.steps if s.verb == "pad"}
         self.solved: dict[tuple[object, ...], Solved | str] = {}
         self.plans: dict[tuple[object, ...], Plan] = {}
@@ -117,6 +118,13 @@ class ReadyRule:
             here, there = left[i].named(), right[j].named()
             numbered = tuple(name for name in here if name not in there)
             yield Pair(i, block, j, other, numbered, tuple(name for name in there if name not in here))
+
+    def _alternates(self, pair: Pair) -> bool:
+        """Tell whether the elements of several targets alternate on an axis of a source."""
+        axes = self.sources[pair.source].leaf.axes or ()
+        return any(
+            name in pair.chosen for axis in axes for name in list(names_in(axis, pair.source_block))[1:]
+        )
 
     @property
     def where(self) -> str:
@@ -189,6 +197,8 @@ class Assembly:
         """Take a leaf that matches a source of a rule."""
         if ready.back and ready.rule.steps:
             array = self._without_steps(ready, name, array)
+        if ready.alternates:
+            array = Shared(array)
         solved = self._solve(ready, number, bound, name, array)
         if isinstance(solved, str):
             self.problems[solved] = None
@@ -305,7 +315,7 @@ class Assembly:
         return sizes
 
     def _equations(
-        self, ready: ReadyRule, leaf: Leaf, shape: tuple[int, ...] | None
+        self, ready: ReadyRule, leaf: LeafPattern, shape: tuple[int, ...] | None
     ) -> Iterator[tuple[Axis, int]]:
         """Yield the axes of a target whose sizes are known, without stacked and padded ones."""
         numbered = {name for pair in ready.pairs for name in pair.numbered}
@@ -377,7 +387,7 @@ class Assembly:
         for number, members in target.members.items():
             chosen = {axis: target.bound[axis] for axis in ready.pairs[number].chosen}
             sources = {index: member.array for index, member in members.items()}
-            parts.append(Part(plan.layouts[number], sources, chosen))
+            parts.append(SourceBlock(plan.layouts[number], sources, chosen))
         if len(parts) == 1 and parts[0].is_all:
             return target.first.array
         return Rearranged(parts, plan.shape)
@@ -429,6 +439,7 @@ class Assembly:
         """Raise FormatError if a source of a target is missing, or the size of an axis is unknown."""
         ready = target.rule
         shown = f"{name} [{' '.join(map(str, ready.targets[target.leaf].leaf.axes or ()))}], by {ready.where}"
+        order = [name for axis in axes for name in all_names(axis)]
         for number, pair in enumerate(ready.pairs):
             if pair.target != target.leaf:
                 continue
@@ -436,7 +447,8 @@ class Assembly:
             if not members or math.prod(sizes[axis] for axis in pair.numbered) != len(members):
                 every = itertools.product(*(range(sizes.get(axis, 1)) for axis in pair.numbered))
                 index = dict(zip(pair.numbered, next(i for i in every if i not in members), strict=True))
-                at = f" for {', '.join(f'{axis}={i}' for axis, i in index.items())}" if index else ""
+                in_order = sorted(index.items(), key=lambda item: order.index(item[0]))
+                at = f" for {', '.join(f'{axis}={i}' for axis, i in in_order)}" if index else ""
                 missing = ready.sources[pair.source].fill({**target.bound, **index})
                 raise FormatError(f"{shown}: no source{at} ({missing} is missing)")
         if unknown := sorted({n for axis in axes for n in all_names(axis) if n not in sizes}):
@@ -512,7 +524,9 @@ def _with_steps(array: LazyArray, target: Target, name: str) -> LazyArray:
     return array
 
 
-def _with_step(step: ValueStep, array: LazyArray, ready: ReadyRule, leaf: Leaf, name: str) -> LazyArray:
+def _with_step(
+    step: ValueStep, array: LazyArray, ready: ReadyRule, leaf: LeafPattern, name: str
+) -> LazyArray:
     if step.verb == "pad":
         return _padded(step, array, ready, leaf, name)
     if step.verb == "cast":
@@ -533,7 +547,7 @@ def _factor(step: ValueStep, ready: ReadyRule, name: str, array: LazyArray) -> f
     return number
 
 
-def _padded(step: ValueStep, array: LazyArray, ready: ReadyRule, leaf: Leaf, name: str) -> LazyArray:
+def _padded(step: ValueStep, array: LazyArray, ready: ReadyRule, leaf: LeafPattern, name: str) -> LazyArray:
     assert step.number
     if step.axis not in (leaf.axes or ()):
         return array

@@ -134,7 +134,7 @@ def _difference(one: LazyArray, other: LazyArray) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class RenamingRules:
     """Rules of one text or several, and the direction. Each text sees the names that the text before has made."""
 
     texts: tuple[RuleText | BookName, ...] = ()
@@ -153,7 +153,7 @@ class Rules:
             for stage in text.stages if isinstance(text, RuleText) else ():
                 yield from stage
 
-    def of_model(self, numbers: Mapping[str, Any]) -> Rules:
+    def of_model(self, numbers: Mapping[str, Any]) -> RenamingRules:
         """Return the rules with the books for a model in the place of names of layouts."""
         kind = numbers.get("model_type")
         kind = kind if isinstance(kind, str) else None
@@ -228,20 +228,20 @@ class _Known:
         return next((p[key] for p in parts if isinstance(p, Mapping) for key in keys if p.get(key)), None)
 
 
-def rules_from(given: RenameRules, *, back: bool = False) -> Rules:
+def rules_from(given: RenameRules, *, back: bool = False) -> RenamingRules:
     """Parse rules in any form that a caller may pass. A string without line breaks and arrows is the name of a book if
     there is one, else a path."""
     if callable(given):
         raise TypeError("rename= is a function; expected rules: pairs of a pattern and a new name, or a file")
     if isinstance(given, (str, os.PathLike)):
-        return Rules((_named(given),), back)
+        return RenamingRules((_named(given),), back)
     items: list[Any] = [*given.items()] if isinstance(given, Mapping) else [*given]
-    return Rules(tuple(_texts(items)), back)
+    return RenamingRules(tuple(_texts(items)), back)
 
 
-def parse_rules(text: str, origin: str) -> Rules:
+def parse_rules(text: str, origin: str) -> RenamingRules:
     """Parse the rules of a file. A single error lists all lines that are not rules."""
-    return Rules((_parsed(text.splitlines(), origin, ""),))
+    return RenamingRules((_parsed(text.splitlines(), origin, ""),))
 
 
 def parse_book(name: str, model_type: str | None = None) -> RuleText:
@@ -437,18 +437,35 @@ class _Renaming:
 
     def add_leaf(self, name: str, array: LazyArray | None) -> None:
         near = None
-        for spelled in (name, text) if (text := readable(name)) != name else (name,):
-            for way in self.ways_for(spelled):
+        text = readable(name)
+        for spelled in (name,) if text == name else (name, text):
+            ways = self.ways_for(spelled)
+            self.stand_in(ways, name, spelled, array)
+            for way in ways:
                 if way.template is None:
                     if self.take_by_regex(way.rule, name, text, array):
                         return
-                elif (bound := way.template.match(spelled)) is not None:
-                    if not fits(way.template.leaf.axes, array):
-                        near = near or way.rule
-                    elif self.take(way, name, bound, array):
+                elif not way.is_tied and (bound := way.template.match(spelled)) is not None:
+                    if fits(way.template.leaf.axes, array):
+                        self.take(way, name, bound, array)
                         return
+                    near = near or way.rule
         self.kept[name] = _near_miss(near, array)
         self.add(name, name, array)
+
+    def stand_in(self, ways: Iterable[_Way], name: str, spelled: str, array: LazyArray | None) -> None:
+        """Read a leaf in the place of missing leaves that it is tied to. It stays free for other rules."""
+        for way in ways:
+            if not way.is_tied or way.template is None or not fits(way.template.leaf.axes, array):
+                continue
+            ready, bound = way.rule, way.template.match(spelled)
+            if bound is None or array is None or isinstance(ready, RegexRule):
+                continue
+            new = ready.targets[0].fill(bound)
+            is_wanted = not self.known.shapes or not self.is_last or new in self.known.shapes
+            if is_wanted and ready.sources[0].fill(bound) not in self.arrays:
+                self.used.add(ready.where)
+                self.assembly.add(ready, 0, bound, name, array)
 
     def take_by_regex(
         self, rule: RegexRule | ReadyRule, name: str, text: str, array: LazyArray | None
@@ -480,13 +497,10 @@ class _Renaming:
         except FormatError as error:
             self.problems.append(f"leaf {old!r}, by {rule}: {error}")
 
-    def take(self, way: _Way, name: str, bound: Bound, array: LazyArray | None) -> bool:
-        """Apply a rule with axes; return False if the leaf goes on to the next rule."""
+    def take(self, way: _Way, name: str, bound: Bound, array: LazyArray | None) -> None:
+        """Apply a rule with axes to a leaf."""
         ready = way.rule
         assert isinstance(ready, ReadyRule)
-        if way.is_tied:
-            self.take_tied(ready, name, bound, array)
-            return False
         self.used.add(ready.where)
         if not ready.targets:
             self.renamed.left_out.append(name)
@@ -499,15 +513,6 @@ class _Renaming:
             self.add(ready.targets[0].fill(bound), name, array)
         else:
             self.assembly.add(ready, way.number, bound, name, array)
-        return True
-
-    def take_tied(self, ready: ReadyRule, name: str, bound: Bound, array: LazyArray | None) -> None:
-        """Read a leaf in the place of a missing leaf. It stays free for other rules."""
-        new = ready.targets[0].fill(bound)
-        is_wanted = not self.known.shapes or not self.is_last or new in self.known.shapes
-        if array is not None and is_wanted and ready.sources[0].fill(bound) not in self.arrays:
-            self.used.add(ready.where)
-            self.assembly.add(ready, 0, bound, name, array)
 
     def add_constants(self, ready: ReadyRule) -> None:
         self.used.add(ready.where)

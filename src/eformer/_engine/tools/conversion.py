@@ -17,7 +17,7 @@ from eformer._engine.record.lazy_arrays import StoredLeaf, entry_of, stored_leav
 from eformer._engine.record.manifest import UNREADABLE
 from eformer._engine.record.names import join_name, names_below, refuse_root, resolve, split_name
 from eformer._engine.record.planned import Source
-from eformer._engine.record.rename import Renamed, Rules, refuse_transformed_keys
+from eformer._engine.record.rename import Renamed, RenamingRules, refuse_transformed_keys
 from eformer._engine.record.structure import part_below, with_names
 from eformer._engine.record.text import count, few, glance, shortened, size
 from eformer._engine.record.values import LeftToCode, value_from_json
@@ -126,7 +126,7 @@ class LeafChoice:
     """
 
     root: str | None = None
-    rules: Rules | None = None
+    rules: RenamingRules | None = None
     keys: Sequence[str] | None = None
     numbers: Mapping[str, Any] | None = None
 
@@ -168,7 +168,7 @@ def _select(
         return _part_tree(view, arrays, names, *part, cast)
     below = {names[name]: array for name, array in arrays.items() if name in names}
     values = {names[name]: value for name, value in raw.items() if name in names}
-    renamed = (choice.rules or Rules(())).apply(below, list(values), choice.numbers)
+    renamed = (choice.rules or RenamingRules(())).apply(below, list(values), choice.numbers)
     if choice.keys is not None:
         _keep_only(renamed, choice.keys)
     converted = _rename_tree(view, renamed, values, cast)

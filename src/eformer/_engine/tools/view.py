@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from eformer._engine.record.display import TreeSummary
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
     from eformer._engine.record.planned import LazyArray
-    from eformer._engine.record.rename import RenameRules, Rules
+    from eformer._engine.record.rename import RenameRules, RenamingRules
     from eformer._engine.record.signature import Verifier
     from eformer._engine.stores.cache import Cached
     from eformer._engine.stores.keys import Key
@@ -188,7 +188,7 @@ class View(Shown, Mapping[str, Any]):
         *,
         holds: bool = True,
         dequant: str | None = None,
-        rules: Rules | None = None,
+        rules: RenamingRules | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
         self._found, self._path, self._asked, self._prefix = found, found.path, prefix, prefix or ""
@@ -220,7 +220,7 @@ class View(Shown, Mapping[str, Any]):
             self._numbers = dense_tree(self._quantized, dtype, self._reader_of)
             self._entries = {name: entry_of(array) for name, array in self._numbers.arrays.items()}
 
-    def _rename(self, rules: Rules, config: Mapping[str, Any]) -> None:
+    def _rename(self, rules: RenamingRules, config: Mapping[str, Any]) -> None:
         """Show the leaves as rules make them."""
         renamed = rules.apply(self.arrays, list(self.raw_values), config)
         refuse_transformed_keys(renamed.arrays.values())
@@ -415,7 +415,7 @@ def _opened(
     signed_by: Verifier | None = None,
     step: StepChoice = None,
     dequant: str | None = None,
-    rules: Rules | None = None,
+    rules: RenamingRules | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> View:
     def opened(found: Found) -> View:
