@@ -44,15 +44,23 @@ _UTILS = "checkpoint_conversion/utils"
 def _module(name: str) -> Any:
     """Run one module of MaxText."""
     spec = importlib.util.find_spec("maxtext")
-    assert spec and spec.submodule_search_locations, "maxtext is not installed: see tests/frameworks/no-deps.txt"
+    assert spec, "maxtext is not installed: see tests/frameworks/no-deps.txt"
+    assert spec.submodule_search_locations
     file = Path(spec.submodule_search_locations[0], _UTILS, f"{name}.py")
     module = types.ModuleType(name)
-    exec(compile(file.read_bytes(), str(file), "exec"), module.__dict__)  # no import: the package needs much more
+    exec(
+        compile(file.read_bytes(), str(file), "exec"), module.__dict__
+    )  # no import: the package needs much more
     return module
 
 
 def converted(
-    name: str, config: dict[str, Any], leaves: dict[str, Any], shapes: dict[str, tuple[int, ...]], *, scan: bool
+    name: str,
+    config: dict[str, Any],
+    leaves: dict[str, Any],
+    shapes: dict[str, tuple[int, ...]],
+    *,
+    scan: bool,
 ) -> dict[str, Any]:
     """Convert a model as MaxText does. `shapes` are the shapes of its parameters, which its hooks take as given."""
     model, period = MODELS[name]
@@ -91,4 +99,6 @@ def converted(
 
 
 def _flat(source: Any) -> list[str]:
-    return [name for each in source for name in _flat(each)] if isinstance(source, (list, tuple)) else [source]
+    return (
+        [name for each in source for name in _flat(each)] if isinstance(source, (list, tuple)) else [source]
+    )

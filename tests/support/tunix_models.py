@@ -22,7 +22,8 @@ def _model_module(name: str) -> Any:
     """Import a module of Tunix. Its `__init__`, which imports trainers and samplers, is left out."""
     if "tunix" not in sys.modules:
         spec = importlib.util.find_spec("tunix")
-        assert spec and spec.submodule_search_locations, "tunix is not installed: see tests/frameworks/no-deps.txt"
+        assert spec, "tunix is not installed: see tests/frameworks/no-deps.txt"
+        assert spec.submodule_search_locations
         package = types.ModuleType("tunix")
         package.__path__ = list(spec.submodule_search_locations)
         sys.modules["tunix"] = package
@@ -82,7 +83,10 @@ def _qwen(config: dict[str, Any]) -> Any:
 
 def _gemma(config: dict[str, Any]) -> Any:
     gemma, is_second = _model_module("gemma"), config["model_type"] == "gemma2"
-    kinds = {"sliding_attention": gemma.AttentionType.LOCAL_SLIDING, "full_attention": gemma.AttentionType.GLOBAL}
+    kinds = {
+        "sliding_attention": gemma.AttentionType.LOCAL_SLIDING,
+        "full_attention": gemma.AttentionType.GLOBAL,
+    }
     layers = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
     settings = gemma.ModelConfig(
         **_sizes(config),

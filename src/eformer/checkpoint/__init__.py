@@ -16,7 +16,7 @@ sign                     sign every byte with a private key; `load` and `verify`
 diff                     compare two checkpoints; return a Diff
 report                   show a checkpoint, two of them or a run as a page for a browser; return a Report
 convert                  write a checkpoint in another format; return a Conversion
-rules                    show rules by name, and check whether they fit a model; return NamedRules, whose check returns a RuleCheck
+rules                    show rules by name as NamedRules; their `check` tells whether they fit a model, a RuleCheck
 prune                    delete all but the last checkpoints of a run; return a Pruned
 store_options            set endpoints, credentials and other options of buckets
 placement                compute how many bytes a load would put on each device; return a Placement

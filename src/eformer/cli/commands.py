@@ -445,11 +445,9 @@ def _read_settings(path: str) -> dict[str, Any]:
 @click.option("--rename", metavar="RULES", help="With `check`: a layout, a rule book or a file of rules.")
 @click.option("--like", type=click.Path(), help="With `check`: a checkpoint with the leaves to be made.")
 @click.option(
-    "--config",
-    "settings",
-    multiple=True,
-    metavar="NAME=VALUE|FILE",
-    help="With `check`: the configuration of the model, if SOURCE has no config.json. Can be repeated.",
+    "--model-config",
+    metavar="PATH",
+    help="With `check`: config.json of the model, or its directory. Default: the file at SOURCE.",
 )
 @options.as_json
 def rules(
@@ -457,7 +455,7 @@ def rules(
     source: str | None,
     rename: str | None,
     like: str | None,
-    settings: tuple[str, ...],
+    model_config: str | None,
     as_json: bool,
 ) -> None:
     """List the rule books: the families of models with their layouts. With NAME, print the rules of a book or a file.
@@ -477,15 +475,15 @@ def rules(
     from eformer._engine.tools.check_rules import rules as named
 
     if name != "check":
-        if source or rename or like or settings:
+        if source or rename or like or model_config:
             raise click.UsageError(
-                "a SOURCE, --rename, --like and --config are for `eformer rules check SOURCE`"
+                "a SOURCE, --rename, --like and --model-config are for `eformer rules check SOURCE`"
             )
         _show_rules(name, as_json)
         return
     if source is None or rename is None:
         raise click.UsageError("expected: eformer rules check SOURCE --rename RULES")
-    found = named(rename).check(source, like, config=_parse_settings(settings))
+    found = named(rename).check(source, like, config=model_config)
     if as_json:
         print_json(picked(found, "name", "path", "ok", "leaves", "number", *_PROBLEMS_OF_RULES))
     else:

@@ -3,12 +3,14 @@
 import json
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from eformer import checkpoint
 from eformer.errors import NotFoundError
-from support.tiny_models import MODELS, config_of
+from support.tiny_models import MODELS, config_of, leaves_of
 
 LLAMA = MODELS / "llama"
 
@@ -59,6 +61,19 @@ def test_like_may_be_a_checkpoint(tmp_path):
     shapes = book.check(LLAMA).leaves
     checkpoint.save({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, tmp_path / "mine")
     assert book.check(LLAMA, tmp_path / "mine").ok
+
+
+def test_quantised_weights_are_checked_by_their_dense_names(tmp_path):
+    leaves = leaves_of("llama")
+    name = "model.layers.0.mlp.up_proj.weight"
+    leaves[name] = leaves[name].astype(ml_dtypes.float8_e4m3fn)
+    leaves[f"{name}_scale_inv"] = np.ones((1, 1), np.float32)
+    save_file(leaves, tmp_path / "model.safetensors")
+    fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(config_of("llama") | fp8))
+    found = checkpoint.rules("maxtext").check(tmp_path)
+    assert found.ok, str(found)
+    assert found.number == 30
 
 
 def test_leaves_that_no_rule_matches_are_listed():

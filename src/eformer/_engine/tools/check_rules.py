@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.find import look_at
-from eformer._engine.formats.model_config import model_config
+from eformer._engine.formats.model_config import given_config, model_config
 from eformer._engine.formats.run_steps import path_of_step
 from eformer._engine.record.dtypes import name_of_dtype
-from eformer._engine.record.lazy_arrays import StoredLeaf
 from eformer._engine.record.names import readable, with_nearest
 from eformer._engine.record.rename import parse_rules
 from eformer._engine.record.rule_books import find_book, is_layout
@@ -24,9 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from eformer._engine.formats.found import Found
+    from eformer._engine.formats.model_config import ModelConfig
     from eformer._engine.formats.run_steps import StepChoice
     from eformer._engine.record.planned import LazyArray
-    from eformer._engine.record.rename import Renamed, Rules
+    from eformer._engine.record.rename import Renamed, RenamingRules
 
 _MOST_LINES = 20  # of one kind of problem
 
@@ -80,33 +80,36 @@ class NamedRules:
         source: str | os.PathLike[str],
         like: Any = None,
         *,
-        config: Mapping[str, Any] | None = None,
+        config: ModelConfig | None = None,
         step: StepChoice = None,
         prefix: str | None = None,
     ) -> RuleCheck:
-        """Apply the rules to the names and shapes of the checkpoint at `source`, and go back. Read no data.
+        """Check the rules against the names and shapes of the checkpoint at `source`, both ways. Reads no data.
 
         Every leaf must match a rule, get a name of its own, and come back with its name, shape and dtype. Problems do
         not raise an error; the result lists them.
 
         source   the path of a checkpoint or of a model of Hugging Face
         like     a tree, or the path of a checkpoint, with the leaves that the rules are to give
-        config   the model's configuration, if `source` has no config.json beside its weights
+        config   config.json of the model, as a dict or a path; None for the file at `source`
         step     of a run: the number of another step than the newest, or "best"
         prefix   the tree, if the checkpoint has several
 
         Example:
 
-            >>> checkpoint.rules("llama/tunix").check("hf/llama", model).ok
-            True
+            >>> checkpoint.rules("tunix").check("hf/qwen3").leaves["lm_head.w"]
+            (8, 37)
         """
         wanted = None if like is None else _shapes_of(like)
+        given = None if config is None else given_config(config)
 
         def checked(found: Found) -> RuleCheck:
-            settings = model_config(found.store) if config is None else dict(config)
+            settings = model_config(found.store) if given is None else given
             name, text = self._for_model(settings)
-            with View(found, prefix) as view:
-                return _Checking(name, text, found.path, view, settings, wanted).result()
+            with View(
+                found, prefix, holds=False, dequant="bf16"
+            ) as view:  # quantised weights by their dense names
+                return _Checking(name, text, found.path, view.arrays, settings, wanted).result()
 
         return look_at(source, checked, choose=partial(path_of_step, step=step))
 
@@ -192,17 +195,15 @@ class _Checking:
     name: str
     text: str
     path: str
-    view: View
+    stored: Mapping[str, LazyArray]
     config: Mapping[str, Any]
     wanted: Mapping[str, Shape] | None
 
     def result(self) -> RuleCheck:
-        leaves = self.view.tree.leaves
-        stored: dict[str, LazyArray] = {name: StoredLeaf(self.view, name, leaves[name]) for name in leaves}
-        found = RuleCheck(self.name, self.path, {}, len(stored))
+        found = RuleCheck(self.name, self.path, {}, len(self.stored))
         try:
             parsed = parse_rules(self.text, self.name)
-            forth = parsed.apply(stored, (), self.config, self.wanted)
+            forth = parsed.apply(self.stored, (), self.config, self.wanted)
         except ValueError as error:
             return replace(found, errors=_problems_in(error))
         made = {readable(name): array.shape for name, array in forth.arrays.items()}
@@ -211,11 +212,10 @@ class _Checking:
         )
         if self.wanted is not None:
             found = _compared(found, self.wanted)
-        return self._with_way_back(found, replace(parsed, back=True), stored, forth)
+        return self._with_way_back(found, replace(parsed, back=True), forth)
 
-    def _with_way_back(
-        self, found: RuleCheck, back: Rules, stored: Mapping[str, LazyArray], forth: Renamed
-    ) -> RuleCheck:
+    def _with_way_back(self, found: RuleCheck, back: RenamingRules, forth: Renamed) -> RuleCheck:
+        stored = self.stored
         shapes = {name: array.shape for name, array in stored.items()}
         dtypes = {name: name_of_dtype(array.dtype) for name, array in stored.items()}
         try:
