@@ -30,6 +30,7 @@ from eformer._engine.loading.sources import (
     completed,
     given_by,
     name_by_order,
+    origin_of,
     read_computed,
     refuse_bare_leaf,
     refuse_kinds,
@@ -369,7 +370,8 @@ class Load:
         with gc_paused():
             tree = self.rebuild(contents, selection, arrays)
         dropped = dict.fromkeys(name for source in sources for name in source.dropped)
-        return LoadedTree(tree, sources[0].entry, selection.report(dropped))
+        report = replace(selection.report(dropped), origin=origin_of(sources, self.request.rename))
+        return LoadedTree(tree, sources[0].entry, report)
 
     def find(self, found: Found, stack: ExitStack) -> LoadSource:
         """Return the checkpoint as a source, with the record of the tree to load. Warn of files that may hold leaves

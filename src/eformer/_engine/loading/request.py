@@ -164,6 +164,7 @@ class LoadReport:
     left_out    leaves of the checkpoint that `like` lacks, or that a rule leaves out
     resized     loaded leaves that `resize` brought to the shape in `like`
     code        functions from `like`, because a checkpoint does not hold functions
+    origin      the checkpoints and the rules that the tree was made by, for `save(origin=)` and `Run(origin=)`
 
     Example:
 
@@ -177,6 +178,7 @@ class LoadReport:
     left_out: tuple[str, ...] = ()
     resized: tuple[str, ...] = ()
     code: tuple[str, ...] = ()
+    origin: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __repr__(self) -> str:
         return glance(str(self))

@@ -33,6 +33,7 @@ from eformer._engine.record.digests import sha256_of
 from eformer._engine.record.dtypes import dtype_from_name, is_floating, raw_pieces
 from eformer._engine.record.lazy_arrays import Stacked, stored_leaves
 from eformer._engine.record.names import BARE_LEAF, readable, refuse_root, resolve
+from eformer._engine.record.origin import Origin, new_origin, parent_of, rules_in
 from eformer._engine.record.pieces import bounding, pieces
 from eformer._engine.record.text import few
 from eformer._engine.tasks.forks import Lock
@@ -102,6 +103,15 @@ class LoadSource:
             self.entry = entry.locate({name: target.boxes for name, target in listed.items()})
         for name, target in listed.items():
             target.entry = self.entry.leaves[name]
+
+
+def origin_of(sources: Sequence[LoadSource], rules: Sequence[Rule] | None) -> Origin:
+    """Return the origin of a tree that is loaded from these checkpoints."""
+    parents = [
+        parent_of(source.found.path, source.entry.save_id, source.found.manifest.digest) for source in sources
+    ]
+    recorded = rules_in(sources[0].entry.origin or {}) if rules is None else {}
+    return new_origin("load", parents, recorded)
 
 
 def refuse_kinds(found: Found, keys: Collection[str] | None) -> None:

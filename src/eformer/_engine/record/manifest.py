@@ -22,6 +22,7 @@ from eformer._engine.record.display import Shown, TreeSummary
 from eformer._engine.record.fingerprints import fingerprint_of_value, recorded_fingerprint
 from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.names import Spellings, ambiguous, with_nearest
+from eformer._engine.record.origin import origin_text
 from eformer._engine.record.outline import LeafLine
 from eformer._engine.record.owners import Owners  # noqa: TC001  msgspec evaluates it
 from eformer._engine.record.pieces import PIECE_BYTES
@@ -152,6 +153,7 @@ class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):
     files: tuple[DataFile, ...]
     wholeness: Literal["whole", "torn"] | msgspec.UnsetType = field(name="parts", default=msgspec.UNSET)
     owners: Owners | msgspec.UnsetType = field(name="holdings", default=msgspec.UNSET)
+    raw_origin: dict[str, Any] | msgspec.UnsetType = field(name="origin", default=msgspec.UNSET)
     raw_root: str | msgspec.UnsetType = field(name="root", default=msgspec.UNSET)
     ocdbt: bool | msgspec.UnsetType = msgspec.UNSET
     raw_metadata: dict[str, Any] = field(name="metadata", default_factory=dict)
@@ -162,6 +164,11 @@ class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):
     @property
     def root(self) -> str:
         return self.raw_root or ""
+
+    @property
+    def origin(self) -> dict[str, Any] | None:
+        """Return the recorded origin: the rules and the checkpoints that the tree was made by; None without one."""
+        return self.raw_origin or None
 
     @property
     def has_digests(self) -> bool:
@@ -241,6 +248,7 @@ class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):
             nbytes=self.nbytes,
             dtypes=dict(dtypes.most_common()),
             lines=lines,
+            origin=origin_text(self.origin) if self.origin else "",
         )
 
     def _shown(self) -> tuple[str, Sequence[TreeSummary], Sequence[str]]:

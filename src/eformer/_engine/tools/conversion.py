@@ -15,6 +15,7 @@ from eformer._engine.record.dtypes import floating_dtype, is_floating
 from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.manifest import UNREADABLE, parse_structure
 from eformer._engine.record.names import join_name, names_below, refuse_root, resolve, split_name
+from eformer._engine.record.origin import Origin, new_origin, rules_in
 from eformer._engine.record.planned import Source
 from eformer._engine.record.rename import Renamed, Rule, apply, refuse_transformed_keys
 from eformer._engine.record.structure import part_below, with_names
@@ -111,6 +112,7 @@ class ConvertedTree:
     notes: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     adapter_config: dict[str, Any] | None = None
+    origin: dict[str, Any] | None = None
 
     @property
     def values(self) -> dict[str, Any]:
@@ -145,7 +147,14 @@ def plan_tree(view: View, choice: LeafChoice, dtype: Any, target: TargetFormat) 
         require_structure(converted.structure, [*names, *converted.raw_values])
         _leave_out_functions(converted, target)
     converted.notes += _losses(converted, target)
+    converted.origin = origin_of(view, choice.rules)
     return converted
+
+
+def origin_of(view: View, rules: Sequence[Rule] | None) -> Origin:
+    """Return the origin of a tree that is converted by these rules."""
+    recorded = rules_in(view.tree.origin or {}) if rules is None else {}
+    return new_origin("convert", [view.as_parent], recorded)
 
 
 def _select(

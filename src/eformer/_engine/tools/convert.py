@@ -343,7 +343,9 @@ def _save(
     # Name the program that first wrote the checkpoint, before any conversion.
     writer = re.sub(r".*converted from ", "", view.tree.written_by) or view.format
     written_by = f"eformer {__version__}, converted from {writer}"
-    entry = new_entry(written_by, converted.structure, view.tree.raw_metadata, converted.raw_values)
+    entry = new_entry(
+        written_by, converted.structure, view.tree.raw_metadata, converted.raw_values, converted.origin
+    )
     if converted.adapter_config:
         entry = with_config(entry, converted.adapter_config)
     store, file = (around, name) if name.endswith(SUFFIX) else (around.at(name), "")

@@ -23,6 +23,7 @@ from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.manifest import Leaves
 from eformer._engine.record.names import Spellings, ambiguous, with_nearest
+from eformer._engine.record.origin import Origin, parent_of
 from eformer._engine.record.values import value_from_json
 from eformer._engine.stores.cache import caching
 from eformer._engine.stores.keys import public_key
@@ -208,6 +209,11 @@ class View(Shown, Mapping[str, Any]):
     def tree(self) -> TreeEntry:
         """Return the tree's entry in the manifest."""
         return self._tree
+
+    @property
+    def as_parent(self) -> Origin:
+        """Return the description of this checkpoint as the parent of another tree."""
+        return parent_of(self._path, self._tree.save_id, self._found.manifest.digest)
 
     @property
     def format(self) -> str:
