@@ -16,6 +16,7 @@ sign                     sign every byte with a private key; `load` and `verify`
 diff                     compare two checkpoints; return a Diff
 report                   show a checkpoint, two of them or a run as a page for a browser; return a Report
 convert                  write a checkpoint in another format; return a Conversion
+export                   write a tree or a checkpoint as a model that transformers opens; return a Conversion
 prune                    delete all but the last checkpoints of a run; return a Pruned
 store_options            set endpoints, credentials and other options of buckets
 placement                compute how many bytes a load would put on each device; return a Placement
@@ -52,6 +53,7 @@ _NAMES = {
     "tools.conversion": "Conversion",
     "tools.convert": "convert",
     "tools.diff": "Diff diff",
+    "tools.export": "export",
     "tools.prune": "Pruned prune",
     "tools.sign": "sign",
     "tools.verify": "Verification verify",
@@ -95,6 +97,7 @@ if TYPE_CHECKING:
     from eformer._engine.tools.convert import convert as convert
     from eformer._engine.tools.diff import Diff as Diff
     from eformer._engine.tools.diff import diff as diff
+    from eformer._engine.tools.export import export as export
     from eformer._engine.tools.prune import Pruned as Pruned
     from eformer._engine.tools.prune import prune as prune
     from eformer._engine.tools.sign import sign as sign

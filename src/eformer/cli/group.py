@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from eformer._engine.record.text import printable
+from eformer._engine.record.text import parse_size, printable
 from eformer.errors import NotFoundError
 
 if TYPE_CHECKING:
@@ -207,11 +207,10 @@ class Size(_Number):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B?", str(value), re.IGNORECASE)
-        if not match:
-            self.fail(f"{value!r} is not a size; write 500MB, 2GB or 1.5GiB", param, ctx)
-        number, unit, binary = match.groups()
-        return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+        try:
+            return parse_size(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 def wants_bar(quiet: bool) -> bool:

@@ -281,6 +281,7 @@ def foreign_tree(
     root: str = "",
     metadata: Mapping[str, Any] | None = None,
     values: Mapping[str, Any] | None = None,
+    origin: Mapping[str, Any] | None = None,
 ) -> TreeEntry:
     """Describe a tree that another program wrote: it has no save id and no digests."""
     return TreeEntry(
@@ -290,6 +291,7 @@ def foreign_tree(
         block=PIECE_BYTES,
         files=files,
         raw_root=root or msgspec.UNSET,
+        raw_origin=dict(origin) if origin else msgspec.UNSET,
         raw_metadata=dict(metadata or {}),
         raw_values=dict(values or {}),
         structure=Raw(msgspec.json.encode(structure)),

@@ -66,6 +66,12 @@ def parent_of(path: str, save_id: str, digest: str) -> Origin:
     return {"path": shortened(path, _MOST_TEXT), **{name: text for name, text in known.items() if text}}
 
 
+def published_parent(parent: Mapping[str, Any]) -> Origin:
+    """Return the description of a parent without its path, unless everybody can read that path."""
+    is_public = str(parent.get("path", "")).startswith("hf://")
+    return {name: value for name, value in parent.items() if is_public or name != "path"}
+
+
 def rules_in(origin: Mapping[str, Any]) -> dict[str, Any]:
     """Return the record of the rules; an empty dict without one."""
     found = origin.get("rules")

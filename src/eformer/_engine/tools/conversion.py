@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from eformer._engine.record.planned import LazyArray
     from eformer._engine.tools.view import View
 
-TargetFormat = Literal["safetensors", "zarr", "tensorstore", "msgpack", "npz", "peft", "orbax"]
+TargetFormat = Literal["safetensors", "zarr", "tensorstore", "msgpack", "npz", "peft", "orbax", "hf"]
 
 _MOST_SHOWN = 60
 
@@ -113,6 +113,7 @@ class ConvertedTree:
     kept: list[str] = field(default_factory=list)
     adapter_config: dict[str, Any] | None = None
     origin: dict[str, Any] | None = None
+    keeps_metadata: bool = True
 
     @property
     def values(self) -> dict[str, Any]:
@@ -135,7 +136,7 @@ def plan_tree(view: View, choice: LeafChoice, dtype: Any, target: TargetFormat) 
     arrays = {name: StoredLeaf(view, name, entry) for name, entry in tree.leaves.items()}
     values = tree.raw_values
     if choice == LeafChoice():
-        sources = [_source(name, array, cast) for name, array in arrays.items()]
+        sources = [source_of(name, array, cast) for name, array in arrays.items()]
         converted = ConvertedTree(view, sources, values, parse_structure(tree.structure))
     else:
         converted = _select(view, arrays, choice, cast)
@@ -147,14 +148,14 @@ def plan_tree(view: View, choice: LeafChoice, dtype: Any, target: TargetFormat) 
         require_structure(converted.structure, [*names, *converted.raw_values])
         _leave_out_functions(converted, target)
     converted.notes += _losses(converted, target)
-    converted.origin = origin_of(view, choice.rules)
+    converted.origin = origin_of(view, choice.rules, target)
     return converted
 
 
-def origin_of(view: View, rules: Sequence[Rule] | None) -> Origin:
+def origin_of(view: View, rules: Sequence[Rule] | None, target: TargetFormat) -> Origin:
     """Return the origin of a tree that is converted by these rules."""
     recorded = rules_in(view.tree.origin or {}) if rules is None else {}
-    return new_origin("convert", [view.as_parent], recorded)
+    return new_origin("export" if target == "hf" else "convert", [view.as_parent], recorded)
 
 
 def _select(
@@ -193,7 +194,7 @@ def _part_tree(
     new = {name: join_name(split_name(name)[depth:]) for name in names}
     return ConvertedTree(
         view,
-        [_source(new[name], array, cast) for name, array in arrays.items() if name in new],
+        [source_of(new[name], array, cast) for name, array in arrays.items() if name in new],
         {new[name]: value for name, value in view.tree.raw_values.items() if name in new},
         with_names(part, new),
         old_names={name: old for old, name in new.items()},
@@ -216,7 +217,8 @@ def _leave_out_functions(tree: ConvertedTree, target: TargetFormat) -> None:
         tree.notes.append(f"{target} has no functions, which are left to the code: {few(functions)}")
 
 
-def _source(name: str, array: LazyArray, cast: str | None) -> Source:
+def source_of(name: str, array: LazyArray, cast: str | None = None) -> Source:
+    """Return a leaf to be written, under a name and perhaps cast to another floating dtype."""
     (first, *_) = stored_leaves(array)
     entry, is_whole = first.entry, array is first
     whole = Box.whole(array.shape)
@@ -240,7 +242,7 @@ def _rename_tree(view: View, renamed: Renamed, values: dict[str, Any], cast: str
     structure, final = nested_spelled({name: name for name in names})
     converted = ConvertedTree(
         view,
-        [_source(final[name], array, cast) for name, array in renamed.arrays.items()],
+        [source_of(final[name], array, cast) for name, array in renamed.arrays.items()],
         {final[new]: values[old] for old, new in renamed.plain.items()},
         structure,
         {final[name]: text for name, text in renamed.transforms.items() if name in final},

@@ -28,10 +28,12 @@ from eformer._engine.record.text import count, few, size
 from eformer._engine.saving.commit import new_entry
 from eformer._engine.saving.save import ALIASES, Save, complete
 from eformer._engine.saving.staging import Staging
-from eformer._engine.stores.base import publish
+from eformer._engine.stores.base import publish, remove_files
 from eformer._engine.stores.durable import make_directories, replacing
+from eformer._engine.stores.hub import HubRepository, is_hub_url, refuse_to_write
 from eformer._engine.stores.local import LocalStore, appearing, on_disk
 from eformer._engine.stores.locate import store_at
+from eformer._engine.tasks.deadline import clearing_up
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tasks.memory import resident_bytes
 from eformer._engine.tasks.pool import default_threads
@@ -47,13 +49,15 @@ from eformer._engine.tools.conversion import (
     plan_tree,
     summarize,
 )
+from eformer._engine.tools.export_plan import ExportWish, plan_model
+from eformer._engine.tools.model_files import open_model
 from eformer._engine.tools.orbax_writer import plan_orbax, write_checkpoint_metadata, write_tree
 from eformer._engine.tools.view import View
 from eformer._version import __version__
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from eformer._engine.formats.found import Found
     from eformer._engine.formats.run_steps import StepChoice
@@ -61,6 +65,7 @@ if TYPE_CHECKING:
     from eformer._engine.record.rename import RenameRules
     from eformer._engine.stores.base import Store
     from eformer._engine.tasks.progress import Meter, Progress
+    from eformer._engine.tools.export_plan import ModelFiles
 
 _DEFAULT_MEMORY = 2 * 10**9  # bytes, beside the memory that the program already takes
 _RESERVE = 64 * 2**20  # bytes: threads, buffers of the system's libraries, Python's allocator
@@ -83,12 +88,16 @@ def convert(
     root: str | None = None,
     keys: str | Iterable[str] | None = None,
     rename: RenameRules | None = None,
+    back: bool | None = None,
+    like: str | os.PathLike[str] | None = None,
     dtype: Any = None,
     config: Mapping[str, Any] | None = None,
     max_shard_bytes: int | None = None,
     memory: int | None = None,
     dry_run: bool = False,
     allow_missing: bool = False,
+    fill_from_like: bool = False,
+    card: bool = True,
     progress: Progress = None,
     dequant: Literal[False] | None = None,
 ) -> Conversion:
@@ -126,15 +135,43 @@ def convert(
         >>> convert("model.msgpack", "model.safetensors", dry_run=True).notes
         ('the source has no digests: its bytes could be read, but not checked',)
     """
-    place = _Destination(destination)
+    arguments = {name: value for name, value in locals().items() if name not in ("source", "destination")}
+    return convert_opened(partial(_open, source, step, prefix), source, destination, **arguments)
+
+
+def convert_opened(
+    opening: Callable[[ExitStack], tuple[Found, dict[str, View]]],
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    to: TargetFormat | None = None,
+    step: StepChoice = None,
+    prefix: str | None = None,
+    root: str | None = None,
+    keys: str | Iterable[str] | None = None,
+    rename: RenameRules | None = None,
+    back: bool | None = None,
+    like: str | os.PathLike[str] | None = None,
+    dtype: Any = None,
+    config: Mapping[str, Any] | None = None,
+    max_shard_bytes: int | None = None,
+    memory: int | None = None,
+    dry_run: bool = False,
+    allow_missing: bool = False,
+    fill_from_like: bool = False,
+    card: bool = True,
+    progress: Progress = None,
+    dequant: Literal[False] | None = None,
+) -> Conversion:
+    """Convert the trees that `opening` opens. The arguments are those of `convert`."""
+    place = _place_of(destination)
     target = _target_format(place.name, to)
-    if config is not None and target != "peft":
-        raise ValueError(f"config= is for to='peft', and the target is {target}")
+    _check_arguments(target, destination, config=config, like=like, fill_from_like=fill_from_like, card=card)
     check_dequant(dequant)
     rules = None if rename is None else rules_from(rename) or None
     names = None if keys is None else (keys,) if isinstance(keys, str) else tuple(keys)
     with ExitStack() as stack:
-        found, views = _open(source, step, prefix, stack)
+        found, views = opening(stack)
         left_out = found.left_out(prefix)
         if left_out and not allow_missing:
             number = count(len(left_out), "file")
@@ -143,23 +180,43 @@ def convert(
                 "allow_missing=True to convert the rest"
             )
         choice = LeafChoice(root, rules, names)
-        trees = {name: plan_tree(view, choice, dtype, target) for name, view in views.items()}
+        cast = None if target == "hf" else dtype  # an export gives each tensor the dtype that `like` has
+        trees = {name: plan_tree(view, choice, cast, target) for name, view in views.items()}
         if dequant is None:
             _require_numbers(found, trees.values())
         _check(trees, target, place.name, max_shard_bytes)
         if target == "peft":
             (tree,) = trees.values()
             plan_adapter(tree, config or {}, rules)
+        files = None
+        if target == "hf":
+            (tree,) = trees.values()
+            model = None if like is None else open_model(like, stack)
+            files = plan_model(tree, ExportWish(model, config, dtype, card, fill_from_like, allow_missing))
         conversion = summarize(source if step is None else found.path, destination, target, trees, left_out)
         budget = _budget(memory, trees, target)
         if not dry_run:
             place.require_free(conversion.nbytes)
             with metered(progress, conversion.nbytes, "converting") as meter:
-                _write(place, target, trees, budget, max_shard_bytes, meter)
+                _write(place, target, trees, budget, max_shard_bytes, meter, files)
     return conversion
 
 
 # ------------------------------------------------------------------------------------------- arguments
+
+
+def _check_arguments(
+    target: TargetFormat, destination: str | os.PathLike[str], *, config: Any, like: Any, **others: bool
+) -> None:
+    """Raise ValueError for arguments that belong to another target."""
+    if config is not None and target not in ("peft", "hf"):
+        raise ValueError(f"config= is for to='peft' and to='hf', and the target is {target}")
+    if target == "hf":
+        return
+    if like is not None or others["fill_from_like"] or not others["card"]:
+        raise ValueError(f"like=, fill_from_like= and card= are for to='hf', and the target is {target}")
+    if is_hub_url(os.fspath(destination)):
+        refuse_to_write(os.fspath(destination))
 
 
 def _target_format(name: str, to: TargetFormat | None) -> TargetFormat:
@@ -201,12 +258,12 @@ def _check(
 ) -> None:
     """Raise if the conversion is impossible, before anything is written."""
     is_one_file = target in ("npz", "msgpack") or name.endswith(SUFFIX)
-    if max_shard_bytes is not None and (is_one_file or target != "safetensors"):
+    if max_shard_bytes is not None and (is_one_file or target not in ("safetensors", "hf")):
         raise ValueError(
             f"max_shard_bytes={max_shard_bytes}: only a directory of safetensors files has shards"
         )
-    if (is_one_file or target == "peft") and len(trees) != 1:
-        kind = "adapter" if target == "peft" else "file"
+    if (is_one_file or target in ("peft", "hf")) and len(trees) != 1:
+        kind = {"peft": "adapter", "hf": "model"}.get(target, "file")
         raise ValueError(
             f"one {kind} holds one tree, and the source has {sorted(trees)}; choose one with prefix="
         )
@@ -267,17 +324,18 @@ def _budget(memory: int | None, trees: Mapping[str, ConvertedTree], target: Targ
 
 
 def _write(
-    place: _Destination,
+    place: _Destination | _HubDestination,
     target: TargetFormat,
     trees: Mapping[str, ConvertedTree],
     budget: int,
     max_shard_bytes: int | None,
     meter: Meter,
+    files: ModelFiles | None,
 ) -> None:
     options = SaveOptions(staging_bytes=budget)
     if max_shard_bytes is not None:
         options = replace(options, max_shard_bytes=max_shard_bytes)
-    with place.creating(in_files=target not in ("safetensors", "zarr")) as (store, name):
+    with place.creating(in_files=target not in ("safetensors", "zarr", "hf")) as (store, name):
         for prefix, tree in trees.items():
             tree.sources = _with_small_leaves_read(tree, budget // 4)
             if target in ("npz", "msgpack"):
@@ -287,6 +345,8 @@ def _write(
                 write_tree(_file(store, name) / prefix, leaves, Staging(budget), meter)
             elif target == "peft":
                 _write_adapter(store.at(name), tree, options, meter)
+            elif files:
+                _write_model(store, name, tree, options, meter, files)
             else:
                 complete(_save(store, name, prefix, target, tree, options), meter=meter)
         if target == "orbax":
@@ -306,6 +366,7 @@ def _with_small_leaves_read(tree: ConvertedTree, room: int) -> list[Source]:
         ((_, array),) = source.parts
         if (
             isinstance(array, StoredLeaf)
+            and array.reader is tree.view
             and 0 < array.entry.nbytes <= _SMALL < room
             and not array.decoded_nbytes
         ):
@@ -336,6 +397,21 @@ def _write_adapter(store: Store, tree: ConvertedTree, options: SaveOptions, mete
         file.write(msgspec.json.format(msgspec.json.encode(tree.adapter_config), indent=2))
 
 
+def _write_model(
+    around: Store, name: str, tree: ConvertedTree, options: SaveOptions, meter: Meter, files: ModelFiles
+) -> None:
+    """Write the files of a model, then its weights and their index. In a bucket an error removes the files again."""
+    inside = around.at(name)
+    try:
+        files.put(inside)
+        complete(_save(around, name, "", "safetensors", tree, options), meter=meter)
+    except BaseException:
+        if on_disk(inside) is None:
+            with clearing_up():
+                remove_files(inside, files.names)
+        raise
+
+
 def _save(
     around: Store, name: str, prefix: str, target: Any, converted: ConvertedTree, options: SaveOptions
 ) -> Save:
@@ -343,9 +419,8 @@ def _save(
     # Name the program that first wrote the checkpoint, before any conversion.
     writer = re.sub(r".*converted from ", "", view.tree.written_by) or view.format
     written_by = f"eformer {__version__}, converted from {writer}"
-    entry = new_entry(
-        written_by, converted.structure, view.tree.raw_metadata, converted.raw_values, converted.origin
-    )
+    metadata = view.tree.raw_metadata if converted.keeps_metadata else {}
+    entry = new_entry(written_by, converted.structure, metadata, converted.raw_values, converted.origin)
     if converted.adapter_config:
         entry = with_config(entry, converted.adapter_config)
     store, file = (around, name) if name.endswith(SUFFIX) else (around.at(name), "")
@@ -358,6 +433,10 @@ def _save(
 
 
 # ------------------------------------------------------------------------------------------- destination
+
+
+def _place_of(path: str | os.PathLike[str]) -> _Destination | _HubDestination:
+    return _HubDestination(os.fspath(path)) if is_hub_url(os.fspath(path)) else _Destination(path)
 
 
 class _Destination:
@@ -407,6 +486,32 @@ class _Destination:
                 _upload(Path(folder), self._around)
         else:
             yield self._around, self.name
+
+
+class _HubDestination:
+    """A model on the Hugging Face Hub. It is made in a temporary directory, and uploaded by one commit, which replaces
+    the weights that the model had before."""
+
+    def __init__(self, url: str) -> None:
+        self._repository = HubRepository.of(url)
+        self.name = "model"
+
+    def require_free(self, nbytes: int) -> None:
+        """Raise if the disk has less space than `nbytes`, or the token must not write to the model."""
+        folder = tempfile.gettempdir()
+        if nbytes > (free := shutil.disk_usage(folder).free):
+            raise OSError(
+                f"not enough space to make the model before its upload: it takes {size(nbytes)}, {folder} has "
+                f"{size(free)} left; set TMPDIR to a larger disk"
+            )
+        self._repository.create()
+
+    @contextmanager
+    def creating(self, *, in_files: bool) -> Iterator[tuple[Store, str]]:
+        """Yield a temporary directory, and upload it at the end of the block."""
+        with tempfile.TemporaryDirectory(prefix="eformer-export-") as folder:
+            yield LocalStore(Path(folder)), self.name
+            self._repository.upload(Path(folder) / self.name)
 
 
 def _is_free(where: Path) -> bool:
