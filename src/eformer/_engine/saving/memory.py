@@ -15,7 +15,8 @@ import numpy as np
 from eformer._engine.formats.found import Foreign, Found, foreign_found
 from eformer._engine.processes.hosts import Hosts
 from eformer._engine.record.boxes import Box, straight
-from eformer._engine.record.dtypes import dtype_from_name, from_raw
+from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.indexes import MEMORY
 from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, foreign_tree
 from eformer._engine.record.options import SaveOptions
 from eformer._engine.saving.snapshot import snapshot
@@ -29,10 +30,7 @@ from eformer.errors import LeafError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.planned import ArrayBox, Source
-
-NAME = "tree in memory"
 
 
 def found_in_memory(tree: Any, origin: Mapping[str, Any] | None = None) -> Found:
@@ -48,7 +46,7 @@ def found_in_memory(tree: Any, origin: Mapping[str, Any] | None = None) -> Found
     )
     entry = foreign_tree(files=files, leaves=entries, structure=structure, values=values, origin=origin)
     foreign = Foreign(open_files=lambda _: _Arrays(boxes))
-    return foreign_found(NAME, LocalStore(NAME), NAME, {"": entry}, {}, foreign)
+    return foreign_found(MEMORY, LocalStore(MEMORY), MEMORY, {"": entry}, {}, foreign)
 
 
 def _require_here(leaves: Mapping[str, Any]) -> None:

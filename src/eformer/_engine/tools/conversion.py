@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from eformer._engine.formats.nested_names import nested_dicts, nested_spelled, split_spelled
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.dtypes import floating_dtype, is_floating
+from eformer._engine.record.indexes import MEMORY
 from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.manifest import UNREADABLE, parse_structure
 from eformer._engine.record.names import join_name, names_below, refuse_root, resolve, split_name
@@ -277,7 +278,7 @@ def _losses(tree: ConvertedTree, target: TargetFormat) -> Iterator[str]:
         yield "Orbax returns numpy arrays and lists; a target tree restores jax arrays, tuples and classes"
     if not tree.view.has_names:
         yield "the source has no names: its leaves are named by their numbers"
-    if not tree.view.tree.has_digests:
+    if not tree.view.tree.has_digests and tree.view.format != MEMORY:
         yield "the source has no digests: its bytes could be read, but not checked"
 
 

@@ -100,7 +100,19 @@ def export(
     return convert_opened(opened, "tree", destination, **arguments)
 
 
-_OF_CONVERT = frozenset(
-    ("like", "rename", "back", "step", "prefix", "root", "keys", "config", "dtype", "card", "fill_from_like")
-    + ("allow_missing", "memory", "dry_run", "progress")
+_OF_CONVERT = (
+    *(
+        "like",
+        "rename",
+        "back",
+        "step",
+        "prefix",
+        "root",
+        "keys",
+        "config",
+        "dtype",
+        "card",
+        "fill_from_like",
+    ),
+    *("allow_missing", "memory", "dry_run", "progress"),
 )

@@ -121,7 +121,7 @@ def plan_model(tree: ConvertedTree, wish: ExportWish) -> ModelFiles:
     plan.settle_vocabulary()
     plan.check_files()
     if plan.problems:
-        raise MismatchError(plan.problems, _CONTEXT)
+        raise MismatchError(plan.problems, _CONTEXT, "; ".join(plan.advice))
     plan.reduce()
     return plan.files()
 
@@ -135,6 +135,7 @@ class _Plan:
     leaves: dict[str, Source] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     fillings: frozenset[str] = frozenset()
 
@@ -245,15 +246,17 @@ class _Plan:
         for name in extra:
             near = nearest(name, self.expected) if len(extra) <= _FEW else None
             hint = f" (nearest is {near!r})" if near else ""
-            self.problems.append(
-                f"leaf {name!r} is not in like{hint}; root=, keys= and rename= choose and name leaves"
-            )
+            self.problems.append(f"leaf {name!r} is not in like{hint}")
+        if extra:
+            self.advice.append("root=, keys= and rename= choose and name the leaves of the tree")
         lacking = [n for n in self.expected if n not in self.leaves and not self._is_tied_head(n)]
         if lacking and self.wish.allow_missing:
             self.notes.append(f"in like, and not in this tree: {few(lacking)}")
         elif lacking:
-            advice = "fill_from_like=True takes them from there, allow_missing=True leaves them out"
-            self.problems += [f"{text} in like and not in this tree; {advice}" for text in _grouped(lacking)]
+            self.problems += [f"{text} in like and not in this tree" for text in _grouped(lacking)]
+            self.advice.append(
+                "fill_from_like=True takes leaves from like, allow_missing=True goes on without them"
+            )
 
     def _is_new_vocabulary(self, name: str) -> bool:
         """Tell whether a tensor has another number of rows because the caller asks for another vocabulary."""
@@ -360,9 +363,14 @@ class _Plan:
         # A model is published: metrics, positions in data and paths of this machine are not for everybody.
         tree.keeps_metadata, tree.origin = (
             False,
-            new_origin("export", [published_parent(tree.view.as_parent)]),
+            new_origin("export", self._parents()),
         )
         tree.notes += self.notes
+
+    def _parents(self) -> list[dict[str, Any]]:
+        """Describe the checkpoint that is exported, without a path that only this machine can read."""
+        parent = published_parent(self.tree.view.as_parent)
+        return [parent] if parent else []
 
 
 _HEAD_NAME = "lm_head.weight"
