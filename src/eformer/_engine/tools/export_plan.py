@@ -361,10 +361,8 @@ class _Plan:
         tree.sources = [msgspec.structs.replace(one, name=final[name]) for name, one in self.leaves.items()]
         tree.structure, tree.raw_values = structure, {}
         # A model is published: metrics, positions in data and paths of this machine are not for everybody.
-        tree.keeps_metadata, tree.origin = (
-            False,
-            new_origin("export", self._parents()),
-        )
+        tree.keeps_metadata = False
+        tree.origin = new_origin("export", self._parents())
         tree.notes += self.notes
 
     def _parents(self) -> list[dict[str, Any]]:
