@@ -121,7 +121,8 @@ def test_an_index_is_the_one_that_transformers_writes(tmp_path):
     tree = checkpoint.load(tmp_path / "theirs")
     checkpoint.export(tree, tmp_path / "ours", like=tmp_path / "theirs", max_shard_size="20kB")
     ours, theirs = (
-        json.loads((tmp_path / one / "model.safetensors.index.json").read_text()) for one in ("ours", "theirs")
+        json.loads((tmp_path / one / "model.safetensors.index.json").read_text())
+        for one in ("ours", "theirs")
     )
     assert list(ours["weight_map"]) == list(theirs["weight_map"])
     assert theirs["metadata"].items() <= ours["metadata"].items()

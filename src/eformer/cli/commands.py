@@ -285,8 +285,8 @@ _MOST_NOTES = 20
 @click.argument("destination", type=click.Path())
 @click.option(
     "--to",
-    type=click.Choice(["safetensors", "zarr", "tensorstore", "msgpack", "npz", "peft", "orbax"]),
-    help="The target format; tensorstore is another name of zarr.",
+    type=click.Choice(["safetensors", "zarr", "tensorstore", "msgpack", "npz", "peft", "orbax", "hf"]),
+    help="The target format; tensorstore is another name of zarr, and hf a model that transformers opens.",
 )
 @click.option("--dtype", help="Cast floating leaves: bf16, fp16, float32, ...")
 @click.option(
@@ -310,12 +310,27 @@ _MOST_NOTES = 20
     help="Rename and reshape leaves by the rules in this file.",
 )
 @click.option(
+    "--back/--no-back",
+    default=None,
+    help="Read the rules from right to left: those of --rename, or those that SOURCE has recorded.",
+)
+@click.option(
+    "--like",
+    metavar="MODEL",
+    help="For --to hf: the directory, or hf://org/model, whose configuration and tokenizer the result gets.",
+)
+@click.option(
     "--config",
     "settings",
     multiple=True,
     metavar="NAME=VALUE|FILE",
-    help="For --to peft: a setting of adapter_config.json, or a JSON file of settings. Can be repeated.",
+    help="For --to peft and hf: a setting of adapter_config.json or config.json, or a JSON file of settings. Can be "
+    "repeated.",
 )
+@click.option(
+    "--fill-from-like", is_flag=True, help="For --to hf: take tensors that SOURCE lacks from --like."
+)
+@click.option("--card/--no-card", default=True, help="For --to hf: write README.md.", show_default=True)
 @click.option(
     "--allow-missing",
     is_flag=True,
@@ -353,6 +368,7 @@ def convert(
     eformer convert ./hf ./mine --to safetensors --rename rules.txt --dry-run
     eformer convert ./lora ./adapter --to peft --config lora_alpha=32
     eformer convert ./run best.safetensors --step best --root params
+    eformer convert ./run ./for-hf --to hf --like ./hf --root params --rename back.txt
 
     Each line of the file for --rename is a regular expression for the whole name, an arrow, and the new name. A rule
     without a new name drops the leaf. Steps may follow the name: transpose, stack and unstack.

@@ -28,7 +28,7 @@ from eformer._engine.record.text import count, few, size
 from eformer._engine.saving.commit import new_entry
 from eformer._engine.saving.save import ALIASES, Save, complete
 from eformer._engine.saving.staging import Staging
-from eformer._engine.stores.base import publish, remove_files
+from eformer._engine.stores.base import publish
 from eformer._engine.stores.durable import make_directories, replacing
 from eformer._engine.stores.hub import HubRepository, is_hub_url, refuse_to_write
 from eformer._engine.stores.local import LocalStore, appearing, on_disk
@@ -107,8 +107,8 @@ def convert(
     digests, every byte that is read is checked. An error leaves the source untouched and the destination empty. On
     their way to a bucket, npz, msgpack, adapters and Orbax go through a temporary file.
 
-    to               the target format: "safetensors", "zarr", "msgpack", "npz", "peft" or "orbax"; may be left out if
-                     the suffix of the destination names it
+    to               the target format: "safetensors", "zarr", "msgpack", "npz", "peft", "orbax" or "hf", a model that
+                     transformers opens, see `export`; may be left out if the suffix of the destination names it
     step             of a run: the number of another step than the newest, or "best", see `load`
     prefix           convert this tree alone, and store it without a prefix; None converts all trees
     root             name of a subtree, such as "params", to convert as the whole checkpoint
@@ -116,14 +116,19 @@ def convert(
                      `keys` or `rename`, the result is nested dicts by the names of the leaves
     rename           rules: a file, their text, a dict {pattern: "new name | step"}, pairs or lines; see
                      `docs/guides/renaming.md`
+    back             read the rules from right to left: `rename`, or the rules that the source has recorded
+    like             for to="hf": the model that the result resembles, see `export`
     dtype            cast floating leaves to this dtype
-    config           for to="peft": settings of adapter_config.json, such as lora_alpha; see `docs/guides/peft.md`
+    config           for to="peft": settings of adapter_config.json, such as lora_alpha, see `docs/guides/peft.md`; for
+                     to="hf": settings of config.json
     max_shard_bytes  maximum size of one safetensors file
     memory           maximum memory of the program in bytes, even for larger leaves; None for 2 GB more than the program
                      already takes, or more if a larger chunk must be decoded
     dry_run          plan and check the conversion, but write nothing
     allow_missing    convert even if some files that may hold leaves are not read; the notes list them. Without it, such
                      files are an error
+    fill_from_like   for to="hf": take tensors that the source lacks from `like`
+    card             for to="hf": write README.md
     progress         True for a progress bar, or a function of the bytes done and the total
     dequant          False converts the leaves of a quantised model of another program as stored. None raises a
                      `QuantizedError` for such a model
@@ -408,7 +413,7 @@ def _write_model(
     except BaseException:
         if on_disk(inside) is None:
             with clearing_up():
-                remove_files(inside, files.names)
+                files.remove(inside)
         raise
 
 

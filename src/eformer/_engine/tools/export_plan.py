@@ -26,7 +26,7 @@ from eformer._engine.record.names import nearest, readable
 from eformer._engine.record.origin import config_in, new_origin, published_parent
 from eformer._engine.record.planned import LazyArray
 from eformer._engine.record.text import count, few
-from eformer._engine.stores.base import publish, read_whole
+from eformer._engine.stores.base import publish, read_whole, remove_files
 from eformer._engine.tools.conversion import source_of
 from eformer._engine.tools.model_card import CardFacts, front_matter, hub_id, model_card, steps_of
 from eformer._engine.tools.model_config import dtype_in, for_export, merged, setting, with_setting
@@ -88,21 +88,38 @@ class ModelFiles:
     copied: Sequence[str] = ()
     origin: Store | None = None
 
-    @property
-    def names(self) -> list[str]:
-        return [*self.copied, *self.written]
-
     def put(self, store: Store) -> None:
-        """Write the files to a new directory. They appear together."""
-        with closing(store.begin(may_be_new=True)) as upload:
-            for name in self.copied:
-                assert self.origin
-                nbytes = self.origin.read(name, 0, 0)[1].nbytes
-                upload.stream(name, nbytes, _chunks(self.origin, name, nbytes))
-            for name, data in self.written.items():
-                upload.stream(name, len(data), [data])
-            upload.sync()
-            publish(upload, self.names)
+        """Write the files to a new directory. The files of a directory appear together."""
+        for folder, names in self._by_folder().items():
+            with closing(_inside(store, folder).begin(may_be_new=True)) as upload:
+                for name in names:
+                    upload.stream(name, *self._content(f"{folder}/{name}" if folder else name))
+                upload.sync()
+                publish(upload, names)
+
+    def remove(self, store: Store) -> None:
+        """Remove the files of an export that has failed."""
+        for folder, names in self._by_folder().items():
+            remove_files(_inside(store, folder), names)
+
+    def _by_folder(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for path in (*self.copied, *self.written):
+            folder, _, name = path.rpartition("/")
+            found.setdefault(folder, []).append(name)
+        return found
+
+    def _content(self, name: str) -> tuple[int, Iterable[bytes]]:
+        """Return the length of a file, and its bytes in chunks."""
+        if (data := self.written.get(name)) is not None:
+            return len(data), [data]
+        assert self.origin
+        nbytes = self.origin.read(name, 0, 0)[1].nbytes
+        return nbytes, _chunks(self.origin, name, nbytes)
+
+
+def _inside(store: Store, folder: str) -> Store:
+    return store.at(folder) if folder else store
 
 
 def _chunks(store: Store, name: str, nbytes: int) -> Iterator[bytes]:
@@ -230,7 +247,7 @@ class _Plan:
                 self.notes.append("names and shapes are not compared: like has no weights")
             return
         self._compare_names()
-        for name in self.leaves.keys() & self.expected.keys():
+        for name in (name for name in self.leaves if name in self.expected):
             found, wanted = self.leaves[name].shape, self.expected[name].shape
             if found != wanted and not self._is_new_vocabulary(name):
                 self.problems.append(

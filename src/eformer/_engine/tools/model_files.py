@@ -15,7 +15,7 @@ import msgspec
 
 from eformer._engine.formats.find import look_at
 from eformer._engine.formats.model_config import model_config, read_config
-from eformer._engine.record.names import is_inside, readable
+from eformer._engine.record.names import readable
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder
 from eformer._engine.stores.base import read_whole
 from eformer._engine.stores.local import resolved
@@ -46,6 +46,7 @@ _COPIED = (
 _TEMPLATES = "additional_chat_templates"
 _WITH_CODE = (CONFIG, "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 _IMPORT = re.compile(rb"^\s*from\s+\.(\w+)\s+import\b", re.MULTILINE)
+_CLASS = re.compile(r"(\w+)\.\w+", re.ASCII)
 _MOST_CODE = 2**22  # bytes of a file of code
 _MAIN = "model"  # the prefix of a model's weights beside other weights
 
@@ -101,7 +102,7 @@ class ModelDirectory:
         found: set[str] = set()
         todo = [name for file in _WITH_CODE for name in _modules_in(self.read(file).get("auto_map"))]
         while todo:
-            if (name := todo.pop()) in found or not is_inside(name) or "/" in name:
+            if (name := todo.pop()) in found:
                 continue
             found.add(name)
             if name in self.names:
@@ -115,8 +116,8 @@ def _modules_in(auto_map: Any) -> Iterator[str]:
     values = auto_map.values() if isinstance(auto_map, dict) else ()
     texts = (text for value in values for text in (value if isinstance(value, list) else [value]))
     for text in texts:
-        if isinstance(text, str) and "--" not in text and "." in text:
-            yield f"{text.partition('.')[0]}.py"
+        if isinstance(text, str) and (found := _CLASS.fullmatch(text)):
+            yield f"{found[1]}.py"
 
 
 def _imports_in(code: bytes) -> Iterable[str]:
