@@ -15,7 +15,10 @@ CONFIG = {
     "transformers_version": "5.0.0",
     "vocab_size": ROWS,
 }
-TOKENIZER = {"added_tokens": [{"id": 11, "content": "<s>"}], "model": {"type": "BPE", "vocab": {"a": 0, "b": 10}}}
+TOKENIZER = {
+    "added_tokens": [{"id": 11, "content": "<s>"}],
+    "model": {"type": "BPE", "vocab": {"a": 0, "b": 10}},
+}
 CARD = "---\nlicense: other\nlicense_name: tiny\nlanguage:\n- en\n- fr\npipeline_tag: text-generation\n---\n# Theirs\n"
 
 

@@ -99,7 +99,9 @@ def test_an_origin_that_eformer_makes_is_never_too_long():
     assert checked_origin(long) == long
 
 
-@pytest.mark.parametrize("origin", [{"rules": 3}, {"rules": {"book": 3, "config": []}}, {"parents": 4}, {"parents": [5]}])
+@pytest.mark.parametrize(
+    "origin", [{"rules": 3}, {"rules": {"book": 3, "config": []}}, {"parents": 4}, {"parents": [5]}]
+)
 def test_odd_origins_of_other_programs_are_shown_and_ignored(tmp_path, origin):
     save(TREE, tmp_path / "a", origin=origin)
     assert (book_in(origin), config_in(origin)) == ("", {})

@@ -8,7 +8,6 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
@@ -25,7 +24,13 @@ from support.safetensors_files import assert_equal, read_by_index, tensors_in
 pytestmark = pytest.mark.usefixtures("trusted")
 
 WRITTEN = ["README.md", "config.json", "manifest.json"]
-COPIED = ["LICENSE", "chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+COPIED = [
+    "LICENSE",
+    "chat_template.jinja",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
 
 
 @pytest.fixture
@@ -86,7 +91,13 @@ def test_every_file_says_that_it_is_of_pytorch(tree, like, tmp_path):
 
 
 def test_weights_of_other_programs_and_hidden_files_stay_behind(tree, like, tmp_path):
-    for name in ("pytorch_model.bin", "flax_model.msgpack", "model.gguf", "hf_quant_config.json", ".gitattributes"):
+    for name in (
+        "pytorch_model.bin",
+        "flax_model.msgpack",
+        "model.gguf",
+        "hf_quant_config.json",
+        ".gitattributes",
+    ):
         (like / name).write_text("{}")
     (like / ".cache").mkdir()
     (like / "original").mkdir()
@@ -104,7 +115,10 @@ def test_code_that_the_configuration_names_is_copied_with_its_imports(tree, tmp_
         unused__py="",
     )
     export(tree, tmp_path / "new", like=like)
-    assert {name for name in os.listdir(tmp_path / "new") if name.endswith(".py")} == {"modeling_x.py", "layers_x.py"}
+    assert {name for name in os.listdir(tmp_path / "new") if name.endswith(".py")} == {
+        "modeling_x.py",
+        "layers_x.py",
+    }
 
 
 def test_further_templates_are_copied(tree, like, tmp_path):
@@ -144,8 +158,8 @@ def test_arrays_on_several_devices_are_exported(like, tmp_path, spec):
 def test_a_step_of_a_run_is_exported(tree, like, tmp_path):
     with checkpoint.Run(tmp_path / "run", every=1) as run:
         for step in (1, 2):
-            state = {"params": jax.tree.map(lambda array: array * step, tree), "opt": jnp.zeros(3)}
-            run.after(step, state)
+            changed = {name: array * step for name, array in tree.items()}
+            run.after(step, {"params": changed, "opt": jnp.zeros(3)})
     export(tmp_path / "run", tmp_path / "new", like=like, root="params", step=1)
     assert_equal(tensors_in(tmp_path / "new"), weights())
 
@@ -238,7 +252,9 @@ def test_a_tied_head_is_not_written(tree, tmp_path):
 
 def test_a_tied_head_that_differs_is_an_error(tree, tmp_path):
     like = write_model(tmp_path / "like", weights(head=False), CONFIG | {"tie_word_embeddings": True})
-    problem = r"lm_head.weight is not model.embed_tokens.weight \(max difference 1\).* tie_word_embeddings to false"
+    problem = (
+        r"lm_head.weight is not model.embed_tokens.weight \(max difference 1\).* tie_word_embeddings to false"
+    )
     with pytest.raises(MismatchError, match=problem):
         export(tree, tmp_path / "new", like=like)
     export(tree, tmp_path / "new", like=like, config={"tie_word_embeddings": False})
@@ -310,7 +326,9 @@ def test_missing_tensors_come_from_like_or_stay_missing(tree, like, tmp_path):
 def test_every_token_needs_a_row(tree, tmp_path):
     words = {"added_tokens": [{"id": 12}], "model": {"vocab": [["a", 0.1]]}}
     ids = {"pad_token_id": 40, "eos_token_id": [1, 50], "temperature": 99}
-    like = write_model(tmp_path / "like", tokenizer__json=json.dumps(words), generation_config__json=json.dumps(ids))
+    like = write_model(
+        tmp_path / "like", tokenizer__json=json.dumps(words), generation_config__json=json.dumps(ids)
+    )
     with pytest.raises(MismatchError) as caught:
         export(tree, tmp_path / "new", like=like)
     assert caught.value.problems == (
