@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eformer._engine.record.boxes import Box
-from eformer._engine.record.lazy_arrays import Stacked, Transposed, Unstacked
+from eformer._engine.record.lazy_arrays import stacked, transposed, unstacked
 from eformer._engine.record.planned import LazyArray
-from eformer._engine.record.rename import apply, parse_rules, rules_from
+from eformer._engine.record.rename import parse_rules, rules_from
 from eformer.errors import FormatError, MismatchError
 
 
@@ -26,16 +26,21 @@ def whole(array):
     return array.read(Box.whole(array.shape))
 
 
+def only(rules):
+    (stage,) = rules.stages
+    return stage.rules
+
+
 def renamed(rules, leaves, plain=()):
     arrays = {name: InMemory(np.asarray(leaf)) for name, leaf in leaves.items()}
-    return apply(parse_rules("\n".join(rules), "rules.txt"), arrays, list(plain))
+    return parse_rules("\n".join(rules), "rules.txt").apply(arrays, list(plain))
 
 
 def test_the_first_rule_that_matches_the_whole_name_is_applied():
     found = renamed([r"a\.(\w+) -> b.\1", r"a\..* -> c", r"w -> x"], {"a.w": 1, "ww": 2})
     assert list(found.arrays) == ["b.w", "ww"]
     assert found.kept == ["ww (nearest is line 3, w)"]
-    assert found.unused_rules == {2: r"line 2, a\..*", 3: "line 3, w (nearest is 'ww')"}
+    assert found.unused_rules == {"line 2": r"line 2, a\..*", "line 3": "line 3, w (nearest is 'ww')"}
 
 
 @pytest.mark.parametrize("rule", [r"h\.(\d)\.w -> w\1", r"h%2E(\d)%2Ew -> w\1"])
@@ -81,7 +86,7 @@ def test_every_box_of_a_transformed_array_equals_numpys(data, shape):
     arrays = [np.random.default_rng(i).integers(0, 99, shape) for i in range(3)]
     axis = data.draw(st.integers(0, len(shape)))
     axes = tuple(data.draw(st.permutations(range(len(shape) + 1))))
-    lazy = Unstacked(Transposed(Stacked([InMemory(a) for a in arrays], axis), axes), 0, 0)
+    lazy = unstacked(transposed(stacked([InMemory(a) for a in arrays], axis), axes), 0)[0]
     expected = np.stack(arrays, axis).transpose(axes)[0]
     start = tuple(data.draw(st.integers(0, n - 1)) for n in expected.shape)
     stop = tuple(data.draw(st.integers(a + 1, n)) for a, n in zip(start, expected.shape, strict=True))
@@ -169,10 +174,10 @@ def test_rules_are_a_file_its_text_a_dict_pairs_or_lines(tmp_path, monkeypatch):
     lines = text.splitlines()
     forms = [text, tmp_path / "rules.txt", "~/rules.txt", rules, rules.items(), iter(rules.items()), lines]
     for form in forms:
-        found = [(rule.pattern.pattern, rule.name, list(map(str, rule.steps))) for rule in rules_from(form)]
+        found = [(rule.pattern.pattern, rule.name, list(map(str, rule.steps))) for rule in only(rules_from(form))]
         assert found == [(r"a\.(\w+)", r"b.\1", ["transpose"]), ("head", None, [])]
-    assert [rule.name for rule in rules_from("a -> b")] == ["b"]
-    assert [rule.name for rule in rules_from("a ->")] == [None]
+    assert [rule.name for rule in only(rules_from("a -> b"))] == ["b"]
+    assert [rule.name for rule in only(rules_from("a ->"))] == [None]
 
 
 def test_a_dict_of_rules_is_refused_with_all_its_problems():

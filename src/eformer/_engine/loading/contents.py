@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from eformer._engine.formats.nested_names import nested_spelled
-from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
+from eformer._engine.record.lazy_arrays import StoredLeaf, entry_of, stored_leaves
 from eformer._engine.record.manifest import UNREADABLE, LeafEntry, parse_structure
 from eformer._engine.record.names import names_below, readable, resolve
-from eformer._engine.record.rename import apply, refuse_transformed_keys
+from eformer._engine.record.rename import refuse_transformed_keys
 from eformer._engine.record.structure import part_below
 from eformer._engine.record.text import few
 from eformer._engine.record.values import LeftToCode
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.record.lazy_arrays import LeafReader
     from eformer._engine.record.planned import LazyArray
-    from eformer._engine.record.rename import Renamed, Rule
+    from eformer._engine.record.rename import Renamed, Rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,22 +152,34 @@ def _in_dicts(contents: Contents, names: Mapping[str, str]) -> Contents:
 # ---------------------------------------------------------------------------------------------- rename
 
 
-def renamed(contents: Contents, rules: Sequence[Rule], reader: LeafReader) -> tuple[Contents, Renamed]:
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Facts that rules need: the model's config.json, and the shapes and dtypes of the leaves to be made."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+
+
+NO_FACTS = ModelFacts()
+
+
+
+def renamed(
+    contents: Contents, rules: Rules, reader: LeafReader, model: ModelFacts = NO_FACTS
+) -> tuple[Contents, Renamed]:
     """Apply rules to the leaves; return the leaves in nested dicts by their new names, and the record of the rules."""
     stored = {
         name: StoredLeaf(reader, name, entry, keeps_small=True) for name, entry in contents.arrays.items()
     }
-    result = apply(rules, stored, list(contents.raw_values))
+    result = rules.apply(stored, list(contents.raw_values), model.config, model.shapes, model.dtypes)
     refuse_transformed_keys(result.arrays.values())
     structure, final = nested_spelled({name: name for name in (*result.arrays, *result.plain.values())})
     arrays, computed = {}, {}
     for new, array in result.arrays.items():
         name = final[new]
-        if isinstance(array, StoredLeaf):
-            arrays[name] = array.entry
-        else:
-            (first, *_) = stored_leaves(array)
-            arrays[name] = LeafEntry(first.entry.dtype, array.shape, (), first.entry.home)
+        arrays[name] = entry_of(array)
+        if not isinstance(array, StoredLeaf):
             computed[name] = array
     values = {final[new]: contents.raw_values[old] for old, new in result.plain.items()}
     return Contents(arrays, values, msgspec.json.encode(structure), computed), result

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from eformer._engine.formats.found import Found
     from eformer._engine.formats.run_steps import StepChoice
     from eformer._engine.record.manifest import TreeEntry
-    from eformer._engine.record.rename import Rule
+    from eformer._engine.record.rename import Rules as RenamingRules
     from eformer._engine.stores.keys import PublicKey
     from eformer._engine.tasks.progress import Progress
 
@@ -88,7 +88,7 @@ class Request:
     in_place: bool = False
     partial: bool = False
     root: str | None = None
-    rename: Sequence[Rule] | None = None
+    rename: RenamingRules | None = None
     resize: Resize | None = None
     prefix: str | None = None
     keys: tuple[str, ...] | None = None

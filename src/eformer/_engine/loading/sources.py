@@ -31,7 +31,7 @@ from eformer._engine.loading.select import is_scalar, kind_of_dtype, kind_of_num
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.digests import sha256_of
 from eformer._engine.record.dtypes import dtype_from_name, is_floating, raw_pieces
-from eformer._engine.record.lazy_arrays import Stacked, stored_leaves
+from eformer._engine.record.lazy_arrays import Rearranged, stored_leaves
 from eformer._engine.record.names import BARE_LEAF, readable, refuse_root, resolve
 from eformer._engine.record.origin import Origin, new_origin, parent_of, rules_in
 from eformer._engine.record.pieces import bounding, pieces
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from eformer._engine.loading.select import LeafTarget
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
     from eformer._engine.record.planned import LazyArray
-    from eformer._engine.record.rename import Renamed, Rule
+    from eformer._engine.record.rename import Renamed, Rules
     from eformer._engine.stores.base import Files
     from eformer._engine.tasks.progress import Meter
 
@@ -105,7 +105,7 @@ class LoadSource:
             target.entry = self.entry.leaves[name]
 
 
-def origin_of(sources: Sequence[LoadSource], rules: Sequence[Rule] | None) -> Origin:
+def origin_of(sources: Sequence[LoadSource], rules: Rules | None) -> Origin:
     """Return the origin of a tree that is loaded from these checkpoints."""
     parents = [
         parent_of(source.found.path, source.entry.save_id, source.found.manifest.digest) for source in sources
@@ -139,14 +139,14 @@ def take_below(sources: Sequence[LoadSource], root: str) -> None:
         source.contents = contents or NOTHING
 
 
-def rename_leaves(sources: Sequence[LoadSource], rules: Sequence[Rule]) -> None:
+def rename_leaves(sources: Sequence[LoadSource], rules: Rules) -> None:
     """Apply the rules to the leaves of each checkpoint, and warn of rules that match no leaf of any checkpoint."""
     unused = [_rename(source, rules, is_alone=len(sources) == 1).unused_rules for source in sources]
     if idle := [text for line, text in unused[0].items() if all(line in lines for lines in unused)]:
         logger.warning("rename= rules that match no leaf: %s", few(idle))
 
 
-def _rename(source: LoadSource, rules: Sequence[Rule], *, is_alone: bool) -> Renamed:
+def _rename(source: LoadSource, rules: Rules, *, is_alone: bool) -> Renamed:
     """Apply the rules to the leaves of a checkpoint. An error names the checkpoint if it is one of several."""
     assert source.reader
     try:
@@ -154,7 +154,7 @@ def _rename(source: LoadSource, rules: Sequence[Rule], *, is_alone: bool) -> Ren
     except MismatchError as error:
         if is_alone:
             raise
-        stacks = _MERGE_FIRST if any(rule.stack for rule in rules) else ""
+        stacks = _MERGE_FIRST if rules.stacks else ""
         raise MismatchError(error.problems, f"rename, {source.found.path}", stacks) from error
     source.dropped = result.left_out
     return result
@@ -210,7 +210,8 @@ def _require_whole_stacks(several: Mapping[str, Sequence[LoadSource]]) -> None:
     problems = [
         f"leaf {name!r} is made of {' and of '.join(_parts_of(name, source) for source in held)}"
         for name, held in several.items()
-        if isinstance(held[-1].contents.computed.get(name), Stacked)
+        if isinstance(array := held[-1].contents.computed.get(name), Rearranged)
+        and array.is_joined
         and len({source.contents.arrays[name].shape for source in held if name in source.contents.arrays}) > 1
     ]
     if problems:

@@ -1,25 +1,29 @@
-"""Read leaves of a checkpoint box by box: as they are stored, transposed, stacked or unstacked.
+"""Read leaves of a checkpoint box by box: as they are stored, or with their elements in another order or changed.
 
 Tests: tests/engine/record/test_rename.py, tests/engine/tools/test_convert.py.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
+from eformer._engine.record.axes import Lattice, Layout, View, lattice
 from eformer._engine.record.boxes import Box, contiguous
-from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.dtypes import dtype_from_name, name_of_dtype
 from eformer._engine.record.lazy import lazy_property
+from eformer._engine.record.manifest import LeafEntry
 from eformer._engine.record.planned import LazyArray
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from eformer._engine.record.manifest import LeafEntry
 
 Array = np.ndarray[Any, Any]
 
@@ -90,89 +94,202 @@ class StoredLeaf(LazyArray):
             self._decoded = {}
 
 
-class Transposed(LazyArray):
-    """An array with its axes in another order. Reading a few rows may read the whole inner array."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The sources of one block of an array, by their indices on the numbered axes of the layout.
 
-    in_order = False
+    `chosen` has the indices that the name of the array gives.
+    """
 
-    def __init__(self, inner: LazyArray, axes: tuple[int, ...]) -> None:
-        self.inner, self.axes = inner, axes
-        self.shape, self.dtype = tuple(inner.shape[axis] for axis in axes), inner.dtype
-        self.slow_axis = axes.index(inner.slow_axis) if axes else 0
+    layout: Layout
+    sources: Mapping[tuple[int, ...], LazyArray]
+    chosen: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def is_last(self) -> bool:
+        """Tell whether the chosen indices are the last, so that no other array follows in the sources."""
+        sizes = {d.name: d.size for axis in self.layout.source for d in axis.digits}
+        return all(index == sizes[name] - 1 for name, index in self.chosen.items())
+
+
+class Rearranged(LazyArray):
+    """An array whose elements lie elsewhere, in other arrays: transposed, reshaped, stacked, split, fused.
+
+    A box reads at most twice its elements, with the exceptions in `Layout`. Sources are read one after the other; each
+    drops its decoded chunks when the next one is read.
+    """
+
+    def __init__(self, parts: Sequence[Part], shape: Sequence[int], dtype: np.dtype[Any] | None = None) -> None:
+        self.parts = parts
+        first = parts[0]
+        one = next(iter(first.sources.values()))
+        self.shape, self.dtype = tuple(shape), one.dtype if dtype is None else dtype
+        self.in_order = len(parts) == 1 and one.in_order and first.layout.is_in_order(first.chosen)
+        self.slow_axis = first.layout.slow_axis(one.slow_axis)
+        self._latest = one
+
+    @property
+    def inners(self) -> list[LazyArray]:
+        return [part.sources[index] for part in self.parts for index in sorted(part.sources)]
+
+    @property
+    def is_joined(self) -> bool:
+        """Tell whether the array joins leaves, if there are several."""
+        return len(self.parts) > 1 or bool(self.parts[0].layout.numbered)
 
     def read(self, box: Box) -> Array:
-        start, stop = [0] * len(self.axes), [0] * len(self.axes)
-        for here, axis in enumerate(self.axes):
-            start[axis], stop[axis] = box.start[here], box.stop[here]
-        return self.inner.read(Box(tuple(start), tuple(stop))).transpose(self.axes)
+        copies = [copy for part in self.parts for copy in _copies(part, box)] if box.size else []
+        if len(copies) == 1:
+            source, here, _ = copies[0]
+            return _digits(self._read(source, here.box), here).reshape(box.shape)
+        whole = np.empty(box.shape, self.dtype)
+        for source, here, there in copies:
+            _digits(whole, there)[...] = _digits(self._read(source, here.box), here)
+        return whole
+
+    def _read(self, source: LazyArray, box: Box) -> Array:
+        """Read from one array, after the previous array has dropped its decoded chunks. Several threads may read."""
+        before, self._latest = self._latest, source
+        if before is not source:
+            before.forget()
+        return source.read(box)
+
+    def forget(self) -> None:
+        if all(part.is_last for part in self.parts):  # the last user of the shared arrays
+            self._latest.forget()
+
+
+def _copies(part: Part, box: Box) -> Iterator[tuple[LazyArray, View, View]]:
+    """Yield the sources of the elements in a box, with the places there and in the box."""
+    layout, chosen = part.layout, part.chosen
+    for ranges in layout.ranges(box, chosen):
+        here = layout.view_of_source(ranges, chosen)
+        for index in itertools.product(*(range(*ranges[name]) for name in layout.numbered)):
+            one = dict(zip(layout.numbered, ((i, i + 1) for i in index), strict=True))
+            yield part.sources[index], here, layout.view_of_target(ranges | one if one else ranges, box)
+
+
+def _digits(array: Array, view: View) -> Array:
+    """Return the elements of a view, with one axis for each digit."""
+    if not view.steps and not array.ndim:
+        return array
+    start = array[tuple(slice(begin, None) for begin in view.begin)]
+    strides = [stride * array.strides[axis] for axis, stride, _ in view.steps]
+    return as_strided(start, [count for _, _, count in view.steps], strides)
+
+
+# ------------------------------------------------------------------------------------- common layouts
+
+
+def _plain(names: Sequence[str], sizes: Mapping[str, int]) -> tuple[Lattice, ...]:
+    return tuple(lattice(name, 0, sizes) for name in names)
+
+
+def transposed(inner: LazyArray, axes: Sequence[int]) -> Rearranged:
+    """Return an array with its axes in another order. Reading a few rows may read the whole inner array."""
+    names = [f"x{axis}" for axis in range(len(inner.shape))]
+    sizes = dict(zip(names, inner.shape, strict=True))
+    order = [names[axis] for axis in axes]
+    layout = Layout(_plain(names, sizes), _plain(order, sizes))
+    return Rearranged([Part(layout, {(): inner})], [sizes[name] for name in order])
+
+
+def stacked(inners: Sequence[LazyArray], axis: int) -> Rearranged:
+    """Return arrays of one shape and dtype, stacked along a new axis."""
+    names = [f"x{axis}" for axis in range(len(inners[0].shape))]
+    sizes = dict(zip(names, inners[0].shape, strict=True)) | {"n": len(inners)}
+    order = [*names[:axis], "n", *names[axis:]]
+    layout = Layout(_plain(names, sizes), _plain(order, sizes), ("n",))
+    return Rearranged([Part(layout, {(n,): a for n, a in enumerate(inners)})], [sizes[name] for name in order])
+
+
+def unstacked(inner: LazyArray, axis: int) -> list[Rearranged]:
+    """Return the boxes of an array at each index of an axis, without that axis."""
+    names = [f"x{axis}" for axis in range(len(inner.shape))]
+    sizes = dict(zip(names, inner.shape, strict=True))
+    order = [name for name in names if name != names[axis]]
+    layout = Layout(_plain(names, sizes), _plain(order, sizes))
+    shape = [sizes[name] for name in order]
+    return [
+        Rearranged([Part(layout, {(): inner}, {names[axis]: index})], shape) for index in range(inner.shape[axis])
+    ]
+
+
+# --------------------------------------------------------------------------------------- changed values
+
+
+class Computed(LazyArray):
+    """An array with other values: each element times a factor or plus a number, computed in float32, or in a dtype."""
+
+    def __init__(self, inner: LazyArray, dtype: np.dtype[Any], verb: str = "", number: float = 0) -> None:
+        self.inner, self.verb, self.number = inner, verb, np.float32(number)
+        self.shape, self.dtype = inner.shape, dtype
+        self.in_order, self.slow_axis = inner.in_order, inner.slow_axis
+
+    @property
+    def inners(self) -> list[LazyArray]:
+        return [self.inner]
+
+    def read(self, box: Box) -> Array:
+        elements = self.inner.read(box)
+        if self.verb:
+            wide = elements.astype(np.float32)
+            elements = wide * self.number if self.verb == "scale" else wide + self.number
+        return elements.astype(self.dtype, copy=False)
 
     def forget(self) -> None:
         self.inner.forget()
 
 
-class Stacked(LazyArray):
-    """Arrays of one shape and dtype, stacked along a new axis."""
+class Resized(LazyArray):
+    """An array that is cut to a shape, or has zeros behind its elements up to it."""
 
-    def __init__(self, inners: Sequence[LazyArray], axis: int) -> None:
-        self.inners, self.axis = inners, axis
-        shape = inners[0].shape
-        self.shape, self.dtype = (*shape[:axis], len(inners), *shape[axis:]), inners[0].dtype
-        self.in_order = axis == 0 and all(inner.in_order for inner in inners)
-        self.slow_axis = axis
-        self._latest = inners[0]
+    def __init__(self, inner: LazyArray, shape: Sequence[int]) -> None:
+        self.inner, self.shape, self.dtype = inner, tuple(shape), inner.dtype
+        self.in_order, self.slow_axis = inner.in_order, inner.slow_axis
+
+    @property
+    def inners(self) -> list[LazyArray]:
+        return [self.inner]
 
     def read(self, box: Box) -> Array:
-        axis = self.axis
-        first, last = box.start[axis], box.stop[axis]
-        inner = Box(_without(box.start, axis), _without(box.stop, axis))
-        if last - first == 1:
-            return np.expand_dims(self._read(first, inner), axis)
-        whole = np.empty(box.shape, self.dtype)
-        for number in range(first, last):
-            whole[(slice(None),) * axis + (number - first,)] = self._read(number, inner)
+        there = box.overlap(Box.whole(self.inner.shape))
+        if there == box:
+            return self.inner.read(box)
+        whole = np.zeros(box.shape, self.dtype)
+        if there:
+            whole[there.inside(box).slices] = self.inner.read(there)
         return whole
 
-    def _read(self, number: int, box: Box) -> Array:
-        """Read from one array, after the previous array has dropped its decoded chunks. Several threads may read."""
-        before, array = self._latest, self.inners[number]
-        self._latest = array
-        if before is not array:
-            before.forget()
-        return array.read(box)
-
     def forget(self) -> None:
-        self._latest.forget()
+        self.inner.forget()
 
 
-class Unstacked(LazyArray):
-    """The box of an array at one index of an axis, without that axis."""
+class Constant(LazyArray):
+    """An array of one number, which is stored nowhere."""
 
-    def __init__(self, inner: LazyArray, axis: int, index: int) -> None:
-        self.inner, self.axis, self.index = inner, axis, index
-        self.shape, self.dtype = _without(inner.shape, axis), inner.dtype
-        self.in_order = axis == 0 and inner.in_order
-        self.slow_axis = 0 if inner.slow_axis == axis else inner.slow_axis - (inner.slow_axis > axis)
+    in_order = True
+
+    def __init__(self, number: float, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
+        self.number, self.shape, self.dtype = number, tuple(shape), dtype
 
     def read(self, box: Box) -> Array:
-        axis, index = self.axis, self.index
-        start = (*box.start[:axis], index, *box.start[axis:])
-        stop = (*box.stop[:axis], index + 1, *box.stop[axis:])
-        return self.inner.read(Box(start, stop)).squeeze(axis)
+        return np.full(box.shape, self.number, self.dtype)
 
     def forget(self) -> None:
-        if self.index == self.inner.shape[self.axis] - 1:  # the last user of the shared array
-            self.inner.forget()
+        """Keep nothing."""
+
+
+def entry_of(array: LazyArray) -> LeafEntry:
+    """Return the record of a stored leaf, or describe an array that is computed."""
+    if isinstance(array, StoredLeaf):
+        return array.entry
+    first = next(iter(stored_leaves(array)), None)
+    return LeafEntry(name_of_dtype(array.dtype), array.shape, (), first.entry.home if first else "jax")
 
 
 def stored_leaves(array: LazyArray) -> list[StoredLeaf]:
     """List the stored leaves behind an array."""
     if isinstance(array, StoredLeaf):
         return [array]
-    if isinstance(array, Stacked):
-        return [stored for inner in array.inners for stored in stored_leaves(inner)]
-    assert isinstance(array, (Transposed, Unstacked))
-    return stored_leaves(array.inner)
-
-
-def _without(numbers: Sequence[int], axis: int) -> tuple[int, ...]:
-    return (*numbers[:axis], *numbers[axis + 1 :])
+    return list(dict.fromkeys(leaf for inner in array.inners for leaf in stored_leaves(inner)))

@@ -36,13 +36,19 @@ class LazyArray:
     """An array that is not in memory, and is read box by box.
 
     `in_order` tells whether reading a box of rows reads no more than the bytes of that box. `slow_axis` is the axis to
-    split the array along, so that reading all boxes reads little more than the array once.
+    split the array along, so that reading all boxes reads little more than the array once. `inners` are the arrays that
+    it is computed from. `keeps_dtype` tells that a rule has given it its dtype, which no `dtype=` changes.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     in_order: bool
     slow_axis: int = 0
+    keeps_dtype: bool = False
+
+    @property
+    def inners(self) -> Sequence[LazyArray]:
+        return ()
 
     def read(self, box: Box) -> np.ndarray[Any, Any]:
         """Read one box."""

@@ -1,64 +1,70 @@
-"""Rename and reshape leaves by rules; `docs/guides/renaming.md` describes their syntax."""
+"""Rename leaves and move their elements by rules; `docs/guides/renaming.md` describes their syntax.
+
+Rules are stages: the rules of a stage see the names that the stage before has made. Read backwards, the last stage
+comes first.
+
+Tests: tests/engine/record/test_rename.py, tests/engine/record/test_rename_axes.py.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from eformer._engine.record.lazy_arrays import Stacked, Transposed, Unstacked, stored_leaves
+import numpy as np
+
+from eformer._engine.record.boxes import Box
+from eformer._engine.record.dtypes import dtype_from_name, floating_dtype, is_floating, name_of_dtype
+from eformer._engine.record.expressions import Expression, Numbers
+from eformer._engine.record.lazy_arrays import Computed, Constant, StoredLeaf, stored_leaves
 from eformer._engine.record.names import nearest, readable
+from eformer._engine.record.notation import AxisRule, is_notation, parse_let, parse_rule, without_comment
+from eformer._engine.record.rearrange import Assembly, ReadyRule, fits
+from eformer._engine.record.regex_rules import (
+    RegexRule,
+    Stacking,
+    fill,
+    number_of,
+    parse_regex_rule,
+    renamed_leaves,
+    sides_of,
+    stack,
+)
+from eformer._engine.record.templates import Template, outline_of
 from eformer.errors import FormatError, MismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from eformer._engine.record.planned import LazyArray
+    from eformer._engine.record.templates import Bound
 
 _Pair = tuple[str, str | None]
 
-RenameRules = str | os.PathLike[str] | Mapping[str, str | None] | Iterable[str | _Pair]
+RenameRules = str | os.PathLike[str] | Mapping[str, str | None] | Iterable[str | os.PathLike[str] | _Pair]
 """A file of rules, their text, or the rules: a dict {pattern: name}, pairs, or lines. Steps may follow a name:
-"layers.kernel | transpose". A rule without a name (None, "") drops the leaf."""
+"layers.kernel | transpose". A rule without a name (None, "") drops the leaf. Files and texts in a list are stages."""
 
 
 @dataclass(frozen=True, slots=True)
-class RuleStep:
-    """A step of a rule: transpose, stack or unstack. `number` is the template of the position in a stack."""
+class Stage:
+    """Rules that see the same names, in their order. Where they are `complete`, every leaf must match one."""
 
-    verb: str
-    axes: tuple[int, ...] = ()
-    number: str = ""
-
-    def __str__(self) -> str:
-        axes = () if self.axes == (0,) else self.axes
-        return " ".join([self.verb, *map(str, axes)])
+    rules: tuple[RegexRule | AxisRule, ...]
+    is_complete: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """One line of a rule file. `name` is None if the rule drops the leaf."""
+class Tied:
+    """A leaf that is left out because another leaf has its values, as soon as they were compared."""
 
-    line: int
-    pattern: re.Pattern[str]
-    name: str | None
-    steps: tuple[RuleStep, ...]
-
-    def __str__(self) -> str:
-        return f"line {self.line}, {self.pattern.pattern}"
-
-    @property
-    def stack(self) -> RuleStep | None:
-        return self.steps[-1] if self.steps and self.steps[-1].verb == "stack" else None
-
-    @property
-    def literal(self) -> str:
-        """Guess a name that the pattern could match, to find the nearest existing one."""
-        text = re.sub(r"\\d[+*]?", "0", self.pattern.pattern)
-        return re.sub(r"\\(.)", r"\1", re.sub(r"[()?+*^$]|\.\*|\\w|\\S", "", text))
+    name: str
+    array: LazyArray
+    other: str
 
 
 @dataclass(slots=True)
@@ -70,7 +76,9 @@ class Renamed:
     plain         new names of plain values, by old name
     kept          names that no rule matches, with the nearest rule as a hint
     left_out      names that a rule drops
-    unused_rules  rules that match no leaf, by line, with the nearest leaf as a hint
+    unused_rules  rules that match no leaf, by their lines, with the nearest leaf as a hint
+    tied          leaves left out if another leaf has their values
+    notes         surprises
     """
 
     arrays: dict[str, LazyArray] = field(default_factory=dict)
@@ -78,200 +86,397 @@ class Renamed:
     plain: dict[str, str] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    unused_rules: dict[int, str] = field(default_factory=dict)
+    unused_rules: dict[str, str] = field(default_factory=dict)
+    tied: list[Tied] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def require_tied(self) -> None:
+        """Read the tied leaves. Raise MismatchError if one differs from the leaf that stands for it."""
+        problems = [
+            f"{tied.name} is not the embedding, {tied.other} (max difference {difference:.2g}); set "
+            "tie_word_embeddings to false in config="
+            for tied in self.tied
+            if tied.other in self.arrays and (difference := _difference(tied.array, self.arrays[tied.other]))
+        ]
+        if problems:
+            raise MismatchError(problems, context="rename")
+
+
+def _difference(one: LazyArray, other: LazyArray) -> float:
+    """Return the largest difference of two arrays, read row by row."""
+    if one.shape != other.shape:
+        return np.inf
+    rows = max(1, 2**22 // max(1, Box.whole(one.shape[1:]).size))
+    worst = 0.0
+    for start in range(0, one.shape[0], rows):
+        box = Box((start, *(0 for _ in one.shape[1:])), (min(start + rows, one.shape[0]), *one.shape[1:]))
+        a, b = (array.read(box).astype(np.float32) for array in (one, other))
+        worst = max(worst, float(np.abs(a - b).max(initial=0)))
+    return worst
 
 
 # ------------------------------------------------------------------------------------------- parsing
 
 
-def rules_from(given: RenameRules) -> list[Rule]:
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Parsed rules: stages, the names of numbers with their lines, and the direction."""
+
+    stages: tuple[Stage, ...]
+    lets: Mapping[str, Expression] = field(default_factory=dict)
+    lines: Mapping[str, str] = field(default_factory=dict)
+    back: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.stages)
+
+    @property
+    def stacks(self) -> bool:
+        """Tell whether rules may join leaves."""
+        return any(not isinstance(rule, RegexRule) or rule.stack for stage in self.stages for rule in stage.rules)
+
+    def matches(self, name: str) -> bool:
+        """Tell whether a rule of the first stage may match a name."""
+        stage = (self.stages[::-1] if self.back else self.stages)[0]
+        known = _Known(Numbers(self.lets, {}), self.lines, {}, {}, self.back)
+        return any(way.matches(name) for way in _Renaming(stage, known, is_last=False).ways)
+
+    def apply(
+        self,
+        arrays: Mapping[str, LazyArray],
+        plain: Sequence[str] = (),
+        numbers: Mapping[str, Any] | None = None,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        dtypes: Mapping[str, str] | None = None,
+    ) -> Renamed:
+        """Apply the rules to arrays and to the names of plain values. A single error lists all problems.
+
+        numbers    the model's config.json
+        shapes     the shapes of the new leaves, as far as they are known: of `like`
+        dtypes     their dtypes, for leaves whose values change
+        """
+        known = _Known(Numbers(self.lets, numbers or {}), self.lines, shapes or {}, dtypes or {}, self.back)
+        renamed = Renamed(dict(arrays), plain={name: name for name in plain})
+        stages = self.stages[::-1] if self.back else self.stages
+        for number, stage in enumerate(stages):
+            renamed = _joined(renamed, _Renaming(stage, known, is_last=number == len(stages) - 1), number == 0)
+        _set_dtypes(renamed, known)
+        return renamed
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Facts for all stages."""
+
+    numbers: Numbers
+    lines: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, str]
+    back: bool
+
+    @property
+    def is_tied(self) -> bool:
+        config = self.numbers.config
+        texts = config.get("text_config")
+        return any(bool(c.get("tie_word_embeddings")) for c in (config, texts) if isinstance(c, Mapping))
+
+
+def rules_from(given: RenameRules, *, back: bool = False) -> Rules:
     """Parse rules in any form that a caller may pass. A string is a path, unless it contains a line break or an
     arrow."""
     if callable(given):
         raise TypeError("rename= is a function; expected rules: pairs of a pattern and a new name, or a file")
-    if isinstance(given, str) and ("\n" in given or "->" in given):
-        return parse_rules(given, "rename")
+    parser = _Parser()
     if isinstance(given, (str, os.PathLike)):
-        try:
-            text = Path(given).expanduser().read_text(encoding="utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise FormatError(f"{os.fspath(given)} is not a text file of rules: {error}") from error
-        return parse_rules(text, os.fspath(given))
-    rules: list[str | _Pair] = list(given.items() if isinstance(given, Mapping) else given)
-    return _parsed(rules, "rename") if rules else []
+        parser.add_text(*_text_of(given))
+    else:
+        items = list(given.items() if isinstance(given, Mapping) else given)
+        parser.add_items(items)
+        if not items:
+            return Rules(())
+    return replace(parser.finish(), back=back)
 
 
-def parse_rules(text: str, origin: str) -> list[Rule]:
+def parse_rules(text: str, origin: str) -> Rules:
     """Parse the rules of a file. A single error lists all lines that are not rules."""
-    return _parsed(text.splitlines(), origin)
+    parser = _Parser()
+    parser.add_text(text, origin)
+    return parser.finish()
 
 
-def _is_comment(rule: object) -> bool:
-    return isinstance(rule, str) and (not rule.strip() or rule.lstrip().startswith("#"))
+def _is_text(given: object) -> bool:
+    return isinstance(given, str) and ("\n" in given or "->" in given)
 
 
-def _parsed(lines: Iterable[str | _Pair], origin: str) -> list[Rule]:
-    rules, problems = [], []
-    for number, given in enumerate(lines, 1):
-        if _is_comment(given):
-            continue
-        try:
-            rules.append(_rule(number, *_sides(given)))
-        except (FormatError, re.error) as error:
-            shown = given.strip() if isinstance(given, str) else str(given)
-            problems.append(f"line {number}, {shown[:100]}: {error}")
-    if problems:
-        raise FormatError("\n  ".join([f"{origin} cannot be read as rules:", *problems]))
-    if not rules:
-        raise ValueError(f"{origin} has no rules; write one on each line: PATTERN -> NAME")
-    return rules
-
-
-_ARROW = re.compile(r"\s+->(?:\s+|$)")
-
-
-def _sides(given: str | _Pair) -> tuple[object, object]:
-    """Split a rule into the pattern and the new name with its steps."""
-    sides = _ARROW.split(given.strip()) if isinstance(given, str) else given
+def _text_of(given: str | os.PathLike[str]) -> tuple[str, str]:
+    """Return the text of rules, and its name for messages."""
+    if isinstance(given, str) and _is_text(given):
+        return given, "rename"
     try:
-        pattern, name = sides
-    except (TypeError, ValueError):
-        raise FormatError(
-            "a rule is PATTERN -> NAME, with spaces around the arrow, or a pair of the two"
-        ) from None
-    return pattern, name
+        return Path(given).expanduser().read_text(encoding="utf-8-sig"), os.fspath(given)
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{os.fspath(given)} is not a text file of rules: {error}") from error
 
 
-def _rule(number: int, pattern: object, result: object) -> Rule:
-    if not isinstance(pattern, (str, re.Pattern)) or not isinstance(result, (str, type(None))):
-        raise FormatError("the pattern and the name of a rule are text")
-    name, *steps = [part.strip() for part in (result or "").split("|")]
-    rule = Rule(number, re.compile(pattern), name or None, tuple(_step(words.split()) for words in steps))
-    _check(rule)
-    return rule
+class _Parser:
+    """Collect the stages of texts and lines, with all their problems."""
 
+    def __init__(self) -> None:
+        self.stages: list[list[RegexRule | AxisRule]] = [[]]
+        self.lets: dict[str, Expression] = {}
+        self.lines: dict[str, str] = {}
+        self.problems: list[str] = []
+        self.origins: list[str] = []
 
-def _step(words: list[str]) -> RuleStep:
-    verb, *rest = words or [""]
-    if verb == "stack" and rest and rest[0].startswith("\\"):
-        return RuleStep(verb, _numbers(rest[1:], 1) or (0,), rest[0])
-    if verb == "transpose":
-        return RuleStep(verb, _numbers(rest, 64))
-    if verb == "unstack":
-        return RuleStep(verb, _numbers(rest, 1) or (0,))
-    raise FormatError(
-        f"unknown step {' '.join(words)!r}; expected transpose [AXES], stack \\GROUP [AXIS] or unstack [AXIS]"
-    )
+    def add_text(self, text: str, origin: str) -> None:
+        self.add_lines(text.splitlines(), origin)
 
+    def add_items(self, items: Sequence[Any]) -> None:
+        """Add the items of a list. Lines in a row are one stage; each file or text is a stage of its own."""
+        lines: list[Any] = []
+        for item in items:
+            if isinstance(item, os.PathLike) or (isinstance(item, str) and self._is_file_or_text(item)):
+                self.add_lines(lines, "rename")
+                self.stages.append([])
+                self.add_text(*_text_of(item))
+                self.stages.append([])
+                lines = []
+            else:
+                lines.append(item)
+        self.add_lines(lines, "rename")
 
-def _numbers(words: list[str], most: int) -> tuple[int, ...]:
-    if len(words) > most or not all(word.isdecimal() for word in words):
-        number = "one axis" if most == 1 else "axes"
-        raise FormatError(f"{' '.join(words)!r}: expected {number}, counted from 0")
-    return tuple(map(int, words))
+    @staticmethod
+    def _is_file_or_text(item: str) -> bool:
+        is_line = "->" in item or item.startswith("---") or not without_comment(item) or "=" in item
+        return "\n" in item or (not is_line and Path(item).expanduser().is_file())
 
+    def add_lines(self, lines: Iterable[object], origin: str) -> None:
+        if lines:
+            self.origins.append(origin)
+        several = len(self.origins) > 1
+        for number, given in enumerate(lines, 1):
+            where = f"{origin}, line {number}" if several else f"line {number}"
+            try:
+                self.add_line(where, given)
+            except (FormatError, re.error) as error:
+                shown = given.strip() if isinstance(given, str) else str(given)
+                self.problems.append(f"{where}, {shown[:100]}: {error}")
 
-def _check(rule: Rule) -> None:
-    """Raise FormatError if a rule can fit no leaf."""
-    verbs = [step.verb for step in rule.steps]
-    if rule.name is None and verbs:
-        raise FormatError("a rule without a new name drops the leaf, and can have no steps")
-    if "stack" in verbs[:-1]:
-        raise FormatError("stack must be the last step")
-    if "unstack" in verbs[1:] or ("unstack" in verbs and "stack" in verbs):
-        raise FormatError("unstack must be the first step, and cannot be combined with stack")
-    if ("unstack" in verbs) != ("{}" in (rule.name or "")):
-        raise FormatError("a name contains {}, for the index, if and only if the rule has unstack")
-    if (marks := (rule.name or "").count("{}")) > 1:
-        raise FormatError(
-            f"the name contains {marks} {{}}, and unstack has one index to fill in; write one {{}} and "
-            "unstack one axis at a time: `convert` with this rule, then use the result with a second rule, which has "
-            r"the first index as a group, such as (\d+) and \1"
-        )
-    if re.search(r"\\(?!\d)", rule.name or ""):
-        raise FormatError(
-            f"{rule.name!r}: a backslash must be followed by the number of a group, such as \\1"
-        )
-    for template in (rule.name, *(step.number for step in rule.steps)):
-        if template and (missing := [g for g in _groups(template) if g > rule.pattern.groups]):
-            raise FormatError(f"\\{missing[0]} in {template!r}: the pattern has {rule.pattern.groups} groups")
+    def add_line(self, where: str, given: object) -> None:
+        if isinstance(given, str):
+            if given.startswith("---"):
+                self.stages.append([])
+                return
+            line = without_comment(given)
+            if not line or given.lstrip().startswith("#"):
+                return
+            if let := parse_let(line):
+                self.lets[let[0]] = let[1]
+                self.lines[let[0]] = where
+                return
+            if is_notation(line):
+                self.stages[-1].append(parse_rule(where, line))
+                return
+        self.stages[-1].append(self._rule(where, given))
 
+    @staticmethod
+    def _rule(where: str, given: Any) -> RegexRule | AxisRule:
+        pattern, name = sides_of(given)
+        if isinstance(pattern, str) and isinstance(name, (str, type(None))) and not isinstance(given, str):
+            line = f"{pattern} -> {name or ''}".strip()
+            if is_notation(line):
+                return parse_rule(where, line)
+        return parse_regex_rule(where, pattern, name)
 
-def _groups(template: str) -> list[int]:
-    return [int(digits) for digits in re.findall(r"\\(\d+)", template)]
-
-
-def _fill(template: str, match: re.Match[str]) -> str:
-    return re.sub(r"\\(\d+)", lambda group: match[int(group[1])] or "", template)
+    def finish(self) -> Rules:
+        origin = self.origins[0] if len(self.origins) == 1 else "rename"
+        if self.problems:
+            raise FormatError("\n  ".join([f"{origin} cannot be read as rules:", *self.problems]))
+        stages = tuple(Stage(tuple(rules)) for rules in self.stages if rules)
+        if not stages:
+            raise ValueError(f"{origin} has no rules; write one on each line: PATTERN -> NAME")
+        return Rules(stages, self.lets, self.lines)
 
 
 # ------------------------------------------------------------------------------------------ applying
 
 
-def apply(rules: Sequence[Rule], arrays: Mapping[str, LazyArray], plain: Sequence[str]) -> Renamed:
-    """Apply the rules to arrays and to the names of plain values. A single error lists all problems."""
-    renaming = _Renaming(rules)
-    for name in (*arrays, *plain):
-        renaming.add_leaf(name, arrays.get(name))
-    for name, members in renaming.stacks.items():
-        renaming.add_stack(name, members)
-    if renaming.problems:
-        raise MismatchError(renaming.problems, context="rename")
-    renaming.add_hints()
-    return renaming.renamed
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A way in which a rule matches names: a template of its sources, or a regular expression."""
 
+    rule: RegexRule | ReadyRule
+    template: Template | None = None
+    number: int = 0
+    is_tied: bool = False
 
-class _Member(NamedTuple):
-    """An array in a stack."""
-
-    number: int
-    old: str
-    array: LazyArray
-    rule: Rule
+    def matches(self, name: str) -> bool:
+        if self.template is not None:
+            return self.template.match(name) is not None
+        return isinstance(self.rule, RegexRule) and self.rule.pattern.fullmatch(name) is not None
 
 
 class _Renaming:
-    """The state of `apply` while it walks the leaves."""
+    """The state of one stage while it walks the leaves."""
 
-    def __init__(self, rules: Sequence[Rule]) -> None:
-        self.rules = rules
+    def __init__(self, stage: Stage, known: _Known, *, is_last: bool) -> None:
+        self.stage, self.known, self.is_last = stage, known, is_last
         self.renamed = Renamed()
         self.problems: list[str] = []
-        self.used_lines: set[int] = set()
-        self.stacks: dict[str, list[_Member]] = {}
+        self.used: set[str] = set()
+        self.stacks: dict[str, list[Stacking]] = {}
         self.taken: set[str] = set()
+        self.assembly = Assembly(known.numbers, known.lines, known.shapes if is_last else {})
+        self.ways = list(self._ways())
+        self._by_outline: dict[str, list[_Way]] = {}
+
+    def _ways(self) -> Iterator[_Way]:
+        """Yield the ways in which names can match, in the order of the rules."""
+        for rule in self.stage.rules:
+            if isinstance(rule, RegexRule):
+                yield _Way(rule)
+                continue
+            try:
+                yield from self._ways_of(rule)
+            except FormatError as error:
+                self.problems.append(f"{rule.where}: {error}")
+
+    def _ways_of(self, rule: AxisRule) -> Iterator[_Way]:
+        if rule.condition and not self.known.numbers.get(rule.condition):
+            self.used.add(rule.where)
+            return
+        ready = ReadyRule(rule, self.known.numbers, back=self.known.back)
+        for number, template in enumerate(ready.sources):
+            yield _Way(ready, template, number)
+        if ready.tied and not self.known.back:
+            yield _Way(ready, ready.tied, 0, is_tied=True)
+        if not rule.left and not self.known.back:
+            self.add_constants(ready)
+
+    def ways_for(self, name: str) -> list[_Way]:
+        """Return the ways that may match a name. Names that differ in digits alone share them."""
+        outline = outline_of(name)
+        found = self._by_outline.get(outline)
+        if found is None:
+            found = [way for way in self.ways if way.template is None or way.template.may_match(outline)]
+            self._by_outline[outline] = found
+        return found
+
+    # -------------------------------------------------------------------------------------- leaves
+
+    def apply(self, arrays: Mapping[str, LazyArray], plain: Iterable[str]) -> Renamed:
+        self.arrays = arrays
+        for name, array in arrays.items():
+            self.add_leaf(name, array)
+        for name in plain:
+            self.add_leaf(name, None)
+        for new, members in self.stacks.items():
+            self.add_stack(new, members)
+        self.add_targets()
+        self.problems += self.assembly.problems
+        if self.problems:
+            raise MismatchError(self.problems, context="rename")
+        self.add_hints()
+        return self.renamed
 
     def add_leaf(self, name: str, array: LazyArray | None) -> None:
-        text = readable(name)
-        for rule in self.rules:
-            if match := rule.pattern.fullmatch(name) or (text != name and rule.pattern.fullmatch(text)):
-                self.used_lines.add(rule.line)
-                self.apply_rule(rule, name, match, array)
-                return
+        near = None
+        for spelled in (name, text) if (text := readable(name)) != name else (name,):
+            for way in self.ways_for(spelled):
+                if way.template is None:
+                    if self.take_by_regex(way.rule, name, text, array):
+                        return
+                elif (bound := way.template.match(spelled)) is not None:
+                    if not fits(way.template.leaf.axes, array):
+                        near = near or way.rule
+                    elif self.take(way, name, bound, array):
+                        return
+        if self.stage.is_complete:
+            self.problems.append(f"{name}: no rule matches{_near_miss(near, array)}")
+            return
         self.renamed.kept.append(name)
         self.add(name, name, array)
 
-    def apply_rule(self, rule: Rule, old: str, match: re.Match[str], array: LazyArray | None) -> None:
+    def take_by_regex(self, rule: RegexRule | ReadyRule, name: str, text: str, array: LazyArray | None) -> bool:
+        """Apply a rule with a regular expression; return False if it does not match."""
+        assert isinstance(rule, RegexRule)
+        match = rule.pattern.fullmatch(name) or (text != name and rule.pattern.fullmatch(text))
+        if not match:
+            return False
+        self.used.add(rule.where)
         if rule.name is None:
-            self.renamed.left_out.append(old)
-            return
+            self.renamed.left_out.append(name)
+        elif self.known.back:
+            self.problems.append(f"{rule.where} has a regular expression and cannot be read from right to left")
+        else:
+            self.apply_rule(rule, name, match, array)
+        return True
+
+    def apply_rule(self, rule: RegexRule, old: str, match: re.Match[str], array: LazyArray | None) -> None:
         try:
-            for new, renamed in _renamed_leaves(rule, match, array):
+            for new, renamed in renamed_leaves(rule, match, array):
                 if renamed is not None and rule.stack:
-                    member = _Member(_number(_fill(rule.stack.number, match)), old, renamed, rule)
+                    member = Stacking(number_of(fill(rule.stack.number, match)), old, renamed, rule)
                     self.stacks.setdefault(new, []).append(member)
                 else:
                     self.add(new, old, renamed, ", ".join(map(str, rule.steps)))
         except FormatError as error:
             self.problems.append(f"leaf {old!r}, by {rule}: {error}")
 
-    def add_stack(self, new: str, members: Sequence[_Member]) -> None:
-        *before, stack = members[0].rule.steps
+    def take(self, way: _Way, name: str, bound: Bound, array: LazyArray | None) -> bool:
+        """Apply a rule with axes; return False if the leaf goes on to the next rule."""
+        ready = way.rule
+        assert isinstance(ready, ReadyRule)
+        if way.is_tied:
+            self.take_tied(ready, name, bound, array)
+            return False
+        self.used.add(ready.where)
+        if not ready.targets:
+            self.renamed.left_out.append(name)
+        elif self.known.back and not ready.rule.is_two_way:
+            self.problems.append(
+                f"{ready.where} has -> and cannot be read from right to left; write <->, or leave it out of the way back"
+            )
+        elif array is None or ready.keeps_arrays:
+            self.add(ready.targets[0].fill(bound), name, array)
+        else:
+            self.assembly.add(ready, way.number, bound, name, array)
+        return True
+
+    def take_tied(self, ready: ReadyRule, name: str, bound: Bound, array: LazyArray | None) -> None:
+        """Read a leaf in the place of a missing leaf. It stays free for other rules."""
+        new = ready.targets[0].fill(bound)
+        is_wanted = not self.known.shapes or not self.is_last or new in self.known.shapes
+        if array is not None and is_wanted and ready.sources[0].fill(bound) not in self.arrays:
+            self.used.add(ready.where)
+            self.assembly.add(ready, 0, bound, name, array)
+
+    def add_constants(self, ready: ReadyRule) -> None:
+        self.used.add(ready.where)
+        step = ready.rule.steps[0]
+        assert step.number
+        number = self.known.numbers.require(step.number)
+        for name, shape in self.assembly.add_constants(ready):
+            dtype = dtype_from_name(self.known.dtypes.get(name, "float32"))
+            casts = [dtype_from_name(s.dtype) for s in ready.rule.steps if s.verb == "cast"]
+            self.add(name, name, Constant(number, shape, casts[-1] if casts else dtype), str(step))
+
+    def add_stack(self, new: str, members: Sequence[Stacking]) -> None:
+        *before, last = members[0].rule.steps
         try:
-            transform = ", ".join([*map(str, before), f"{stack} of {len(members)}"])
-            self.add(new, members[0].old, _stack(members), transform)
+            transform = ", ".join([*map(str, before), f"{last} of {len(members)}"])
+            self.add(new, members[0].old, stack(members), transform)
         except FormatError as error:
             self.problems.append(f"{new!r}, by {members[0].rule}: {error}")
+
+    def add_targets(self) -> None:
+        for name, target, array in self.assembly.make():
+            ready = target.rule
+            first = next(iter(next(iter(target.members.values())).values()))
+            if ready.tied and self.known.back and self.known.is_tied:
+                self.renamed.tied.append(Tied(first.name, array, ready.tied.fill(target.bound)))
+            else:
+                self.add(name, first.name, array, _described(ready))
 
     def add(self, new: str, old: str, array: LazyArray | None, transform: str = "") -> None:
         renamed = self.renamed
@@ -288,11 +493,11 @@ class _Renaming:
     def add_hints(self) -> None:
         """Add the nearest leaf to each unused rule, and the rule to that leaf."""
         renamed = self.renamed
-        near: dict[str, Rule] = {}
-        for rule in self.rules:
-            if rule.line not in self.used_lines:
+        near: dict[str, RegexRule | AxisRule] = {}
+        for rule in () if self.stage.is_complete else self.stage.rules:
+            if rule.where not in self.used:
                 name = nearest(rule.literal, renamed.kept)
-                renamed.unused_rules[rule.line] = f"{rule} (nearest is {name!r})" if name else str(rule)
+                renamed.unused_rules[rule.where] = f"{rule} (nearest is {name!r})" if name else str(rule)
                 if name:
                     near.setdefault(name, rule)
         renamed.kept = [
@@ -300,62 +505,74 @@ class _Renaming:
         ]
 
 
-def _renamed_leaves(
-    rule: Rule, match: re.Match[str], array: LazyArray | None
-) -> Iterator[tuple[str, LazyArray | None]]:
-    """Yield the new names of one leaf with their arrays, before any stacking."""
-    template = rule.name or ""
-    steps = [step for step in rule.steps if step.verb != "stack"]
-    if array is None:
-        if rule.steps:
-            raise FormatError(f"{rule.steps[0].verb} needs an array, and this is a plain value")
-        yield _fill(template, match), None
-    elif steps and steps[0].verb == "unstack":
-        (axis,) = steps[0].axes
-        _require_axis(array, axis, len(array.shape) - 1)
-        before, after = (_fill(part, match) for part in template.split("{}"))
-        for index in range(array.shape[axis]):
-            yield f"{before}{index}{after}", _transpose(Unstacked(array, axis, index), steps[1:])
-    else:
-        yield _fill(template, match), _transpose(array, steps)
+def _near_miss(near: RegexRule | ReadyRule | None, array: LazyArray | None) -> str:
+    """Tell which rule has the name of a leaf, but other axes."""
+    if near is None or isinstance(near, RegexRule) or array is None:
+        return ""
+    axes = near.sources[0].leaf.axes or ()
+    number = f"{len(axes)} {'axis' if len(axes) == 1 else 'axes'}"
+    return f" ({near.where} would, but has {number} and the leaf has {len(array.shape)}: {list(array.shape)})"
 
 
-def _transpose(array: LazyArray, steps: Sequence[RuleStep]) -> LazyArray:
-    for step in steps:
-        axes = step.axes or tuple(reversed(range(len(array.shape))))
-        if sorted(axes) != list(range(len(array.shape))):
-            raise FormatError(f"{step} does not fit an array of shape {list(array.shape)}")
-        array = Transposed(array, axes)
-    return array
+def _described(ready: ReadyRule) -> str:
+    """Describe the change of a leaf: its axes before and behind, and the steps."""
+    sides = [" ".join(map(str, t.leaf.axes)) for t in (ready.sources[0], ready.targets[0]) if t.leaf.axes is not None]
+    steps = ready.rule.steps[::-1] if ready.back else ready.rule.steps
+    undone = "undone " if ready.back else ""
+    moved = [f"[{sides[0]}] to [{sides[1]}]"] if sides and sides[0] != sides[1] else []
+    return ", ".join([*moved, *(f"{undone}{step}" for step in steps)])
 
 
-def _stack(members: Sequence[_Member]) -> LazyArray:
-    ordered = sorted(members, key=lambda member: member.number)
-    numbers = [member.number for member in ordered]
-    if numbers != list(range(len(ordered))):
-        missing = sorted(set(range(len(ordered))) - set(numbers))
-        raise FormatError(f"a stack of {len(ordered)} needs the numbers {missing[:8]}, found {numbers[:8]}")
-    arrays = [member.array for member in ordered]
-    kinds = {(str(array.dtype), array.shape) for array in arrays}
-    if len(kinds) > 1:
-        raise FormatError(f"arrays in a stack must have one dtype and shape, found {sorted(kinds)[:4]}")
-    axes = {member.rule.steps[-1].axes for member in members}
-    if len(axes) > 1:
-        raise FormatError(f"rules stack it along different axes: {sorted(axes)}")
-    ((axis,),) = axes
-    _require_axis(arrays[0], axis, len(arrays[0].shape))
-    return Stacked(arrays, axis)
+def _joined(before: Renamed, renaming: _Renaming, is_first: bool) -> Renamed:
+    """Apply one more stage to renamed leaves, and join the records of both."""
+    after = renaming.apply(before.arrays, dict.fromkeys(before.plain.values()))
+    if is_first:
+        return after
+    plain = {old: after.plain[new] for old, new in before.plain.items() if new in after.plain}
+    kept = {text.split(" ")[0]: text for text in before.kept}
+    return Renamed(
+        after.arrays,
+        {name: text or before.transforms.get(name, "") for name, text in after.transforms.items()},
+        plain,
+        [kept[name] for text in after.kept if (name := text.split(" ")[0]) in kept],
+        [*before.left_out, *after.left_out],
+        before.unused_rules | after.unused_rules,
+        [*before.tied, *after.tied],
+        [*before.notes, *after.notes],
+    )
 
 
-def _require_axis(array: LazyArray, axis: int, last: int) -> None:
-    if axis > last:
-        raise FormatError(f"axis {axis} does not exist in an array of shape {list(array.shape)}")
+# -------------------------------------------------------------------------------------------- dtypes
 
 
-def _number(text: str) -> int:
-    if not text.isdecimal():
-        raise FormatError(f"{text!r} is not a number to stack by")
-    return int(text)
+def _set_dtypes(renamed: Renamed, known: _Known) -> None:
+    """Give leaves with changed values the dtype of `like`; on the way back, give it to all floating leaves."""
+    config = known.numbers.config
+    texts = config.get("text_config")
+    named = [c.get(key) for c in (config, texts) if isinstance(c, Mapping) for key in ("dtype", "torch_dtype")]
+    default = next((name for name in named if isinstance(name, str)), None) if known.back else None
+    for name, array in renamed.arrays.items():
+        is_changed = _has_arithmetic(array)
+        wanted = known.dtypes.get(name) or default
+        if not wanted or not (is_changed or known.back) or not is_floating(name_of_dtype(array.dtype)):
+            continue
+        dtype = dtype_from_name(floating_dtype(wanted)) if is_floating(wanted) else array.dtype
+        if dtype != array.dtype:
+            renamed.arrays[name] = Computed(array, dtype)
+            if is_changed and not known.back and dtype.itemsize < 4:
+                renamed.notes.append(
+                    f"{name}: computed in float32, stored as {dtype.name}; the way back is not exact"
+                )
+
+
+def _has_arithmetic(array: LazyArray) -> bool:
+    while not isinstance(array, StoredLeaf):
+        if isinstance(array, Computed) and array.verb:
+            return True
+        if not array.inners:
+            return False
+        array = array.inners[0]
+    return False
 
 
 def refuse_transformed_keys(arrays: Iterable[LazyArray]) -> None:

@@ -12,7 +12,7 @@ import msgspec
 from eformer._engine.formats.nested_names import nested_dicts, parts_of_name
 from eformer._engine.formats.others.peft import CONFIG, CONFIG_KEY
 from eformer._engine.record.boxes import Box
-from eformer._engine.record.lazy_arrays import Transposed, stored_leaves
+from eformer._engine.record.lazy_arrays import stored_leaves, transposed
 from eformer._engine.record.names import readable
 from eformer._engine.record.text import count, few
 from eformer.errors import MismatchError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from eformer._engine.record.planned import Source
-    from eformer._engine.record.rename import Rule
+    from eformer._engine.record.rename import Rules
     from eformer._engine.tools.conversion import ConvertedTree
 
 BASE = "base_model.model."  # PEFT begins every name with this, before the module of the base model
@@ -100,7 +100,7 @@ class AdapterLeaf:
         """Return the source to write, under a name."""
         ((_, array),) = self.source.parts
         if self.name.is_transposed:
-            array = Transposed(array, (1, 0))
+            array = transposed(array, (1, 0))
         whole = Box.whole(self.shape)
         return msgspec.structs.replace(
             self.source, name=name, shape=self.shape, sharding=None, parts=((whole, array),), regions=(whole,)
@@ -233,7 +233,7 @@ def _wrong_ranks(config: Config, leaves: Sequence[AdapterLeaf]) -> Iterator[str]
 _CONTEXT = "cannot be converted to a PEFT adapter"
 
 
-def plan_adapter(tree: ConvertedTree, given: Mapping[str, Any], rules: Sequence[Rule] | None) -> None:
+def plan_adapter(tree: ConvertedTree, given: Mapping[str, Any], rules: Rules | None) -> None:
     """Reduce a tree to the leaves of an adapter, and add its configuration. A single error lists all problems.
 
     given    settings of the caller; they override the settings in the metadata of a former adapter
@@ -267,12 +267,12 @@ def _choose(tree: ConvertedTree, config: Config) -> list[Source]:
     ]
 
 
-def _unmatched(sources: Sequence[Source], rules: Sequence[Rule]) -> Iterator[str]:
+def _unmatched(sources: Sequence[Source], rules: Rules) -> Iterator[str]:
     """Yield a problem for leaves that no rule matches: they may be moments of an optimizer instead of weights."""
     for source in sources:
         ((_, array),) = source.parts
         (first, *_) = stored_leaves(array)
-        if not any(rule.pattern.fullmatch(first.name) for rule in rules):
+        if not rules.matches(first.name):
             yield f"leaf {first.name!r} is matched by no rule; add a rule; a rule without a new name drops the leaf"
 
 

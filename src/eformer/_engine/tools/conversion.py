@@ -13,12 +13,12 @@ from eformer._engine.formats.nested_names import nested_dicts, nested_spelled, s
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.dtypes import floating_dtype, is_floating
 from eformer._engine.record.indexes import MEMORY
-from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
+from eformer._engine.record.lazy_arrays import StoredLeaf, entry_of, stored_leaves
 from eformer._engine.record.manifest import UNREADABLE, parse_structure
 from eformer._engine.record.names import join_name, names_below, refuse_root, resolve, split_name
 from eformer._engine.record.origin import Origin, new_origin, rules_in
 from eformer._engine.record.planned import Source
-from eformer._engine.record.rename import Renamed, Rule, apply, refuse_transformed_keys
+from eformer._engine.record.rename import Renamed, Rules, refuse_transformed_keys
 from eformer._engine.record.structure import part_below, with_names
 from eformer._engine.record.text import count, few, glance, shortened, size
 from eformer._engine.record.values import LeftToCode, value_from_json
@@ -123,11 +123,19 @@ class ConvertedTree:
 
 @dataclass(frozen=True, slots=True)
 class LeafChoice:
-    """The leaves to convert: below `root`, renamed by `rules`, and then those that `keys` name; None for all."""
+    """The leaves to convert: below `root`, renamed by `rules`, and then those that `keys` name; None for all.
+
+    `numbers` is the model's config.json, for the rules.
+    """
 
     root: str | None = None
-    rules: list[Rule] | None = None
+    rules: Rules | None = None
     keys: Sequence[str] | None = None
+    numbers: Mapping[str, Any] | None = None
+
+    @property
+    def keeps_names(self) -> bool:
+        return self.rules is None and self.keys is None
 
 
 def plan_tree(view: View, choice: LeafChoice, dtype: Any, target: TargetFormat) -> ConvertedTree:
@@ -136,7 +144,7 @@ def plan_tree(view: View, choice: LeafChoice, dtype: Any, target: TargetFormat) 
     cast = None if dtype is None else floating_dtype(dtype)
     arrays = {name: StoredLeaf(view, name, entry) for name, entry in tree.leaves.items()}
     values = tree.raw_values
-    if choice == LeafChoice():
+    if choice.root is None and choice.keeps_names:
         sources = [source_of(name, array, cast) for name, array in arrays.items()]
         converted = ConvertedTree(view, sources, values, parse_structure(tree.structure))
     else:
@@ -153,7 +161,7 @@ def plan_tree(view: View, choice: LeafChoice, dtype: Any, target: TargetFormat) 
     return converted
 
 
-def origin_of(view: View, rules: Sequence[Rule] | None, target: TargetFormat) -> Origin:
+def origin_of(view: View, rules: Rules | None, target: TargetFormat) -> Origin:
     """Return the origin of a tree that is converted by these rules."""
     recorded = rules_in(view.tree.origin or {}) if rules is None else {}
     return new_origin("export" if target == "hf" else "convert", [view.as_parent], recorded)
@@ -167,13 +175,13 @@ def _select(
     names = {name: name for name in (*arrays, *raw)} if root is None else names_below([*arrays, *raw], root)
     if not names and root is not None:
         refuse_root([*arrays, *raw], root)
-    if choice == LeafChoice(root) and (
+    if choice.keeps_names and (
         part := part_below(parse_structure(view.tree.structure), root or "", names)
     ):
         return _part_tree(view, arrays, names, *part, cast)
     below = {names[name]: array for name, array in arrays.items() if name in names}
     values = {names[name]: value for name, value in raw.items() if name in names}
-    renamed = apply(choice.rules or [], below, list(values))
+    renamed = (choice.rules or Rules(())).apply(below, list(values), choice.numbers)
     if choice.keys is not None:
         _keep_only(renamed, choice.keys)
     converted = _rename_tree(view, renamed, values, cast)
@@ -220,10 +228,9 @@ def _leave_out_functions(tree: ConvertedTree, target: TargetFormat) -> None:
 
 def source_of(name: str, array: LazyArray, cast: str | None = None) -> Source:
     """Return a leaf to be written, under a name and perhaps cast to another floating dtype."""
-    (first, *_) = stored_leaves(array)
-    entry, is_whole = first.entry, array is first
+    entry, is_whole = entry_of(array), isinstance(array, StoredLeaf)
     whole = Box.whole(array.shape)
-    dtype = cast if cast and is_floating(entry.dtype) else entry.dtype
+    dtype = cast if cast and is_floating(entry.dtype) and not array.keeps_dtype else entry.dtype
     is_unchanged = is_whole and dtype == entry.dtype
     return Source(
         name,
@@ -252,6 +259,7 @@ def _rename_tree(view: View, renamed: Renamed, values: dict[str, Any], cast: str
     converted.kept = renamed.kept
     converted.notes += [f"matches no leaf: {rule}" for rule in renamed.unused_rules.values()]
     converted.notes += [f"left out: {name}" for name in renamed.left_out]
+    converted.notes += renamed.notes
     converted.notes += [
         f"{name} is stored as {final[name]}, because a part of its name is a leaf itself"
         for name in names
@@ -318,9 +326,9 @@ def _describe_array(tree: ConvertedTree, source: Source) -> ConvertedLeaf:
     nbytes = source.itemsize * Box.whole(source.shape).size
     stored = stored_leaves(array)
     changes = [tree.transforms.get(source.name, "")]
-    if stored[0].entry.dtype != source.dtype:
+    if stored and stored[0].entry.dtype != source.dtype:
         changes.append(f"from {stored[0].entry.dtype}")
-    what, origins = f"{source.dtype}{list(source.shape)}", tuple(leaf.name for leaf in stored)
+    what, origins = f"{source.dtype}{list(source.shape)}", tuple(leaf.name for leaf in stored) or (source.name,)
     return ConvertedLeaf(source.name, what, nbytes, origins, ", ".join(filter(None, changes)))
 
 

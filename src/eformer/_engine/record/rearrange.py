@@ -1,0 +1,469 @@
+"""Plan the leaves that rules with axes make: which sources each has, and where their elements go.
+
+Nothing is read. `Assembly` takes the leaves that match, one by one, and makes the new ones at the end.
+
+Tests: tests/engine/record/test_rename_axes.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from eformer._engine.record.axes import Layout, all_names, lattice, size_of, solve
+from eformer._engine.record.dtypes import dtype_from_name, is_floating, name_of_dtype
+from eformer._engine.record.lazy_arrays import Computed, Part, Rearranged, Resized
+from eformer._engine.record.notation import REST, blocks_of
+from eformer._engine.record.templates import KnownSizes, Template
+from eformer.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from eformer._engine.record.axes import Sizes
+    from eformer._engine.record.expressions import Numbers
+    from eformer._engine.record.notation import Axis, AxisRule, Leaf, ValueStep
+    from eformer._engine.record.planned import LazyArray
+    from eformer._engine.record.templates import Bound
+
+Shapes = "Mapping[str, tuple[int, ...]]"
+
+
+class Pair(NamedTuple):
+    """A block of a source and the block of a target that it goes to.
+
+    numbered   axes in the name of the source alone: sources are stacked along them
+    chosen     axes in the name of the target alone: each index is a target of its own
+    """
+
+    source: int
+    source_block: int
+    target: int
+    target_block: int
+    numbered: tuple[str, ...]
+    chosen: tuple[str, ...]
+
+
+class Member(NamedTuple):
+    """A leaf on its way into a target."""
+
+    name: str
+    array: LazyArray
+    sizes: Sizes
+    axes: tuple[Axis, ...]
+
+
+@dataclass(slots=True)
+class Target:
+    """A leaf to be made: its rule, and its sources by pair and index on the numbered axes."""
+
+    rule: ReadyRule
+    leaf: int
+    bound: Bound
+    members: dict[int, dict[tuple[int, ...], Member]] = field(default_factory=dict)
+
+
+class ReadyRule:
+    """A rule read in one direction, with the numbers of a model."""
+
+    def __init__(self, rule: AxisRule, numbers: Numbers, *, back: bool) -> None:
+        self.rule, self.back = rule, back
+        self.known = KnownSizes(rule, numbers)
+        left, right = [Template(leaf, self.known) for leaf in rule.left], [Template(leaf, self.known) for leaf in rule.right]
+        self.sources, self.targets = (right, left) if back else (left, right)
+        self.tied = Template(rule.left[0].tied, self.known) if rule.left and rule.left[0].tied else None
+        self.pairs = list(self._pairs()) if self.sources and self.targets else []
+        self.pads = {s.axis: s for s in rule.steps if s.verb == "pad"}
+        self.has_axes = any(t.leaf.axes is not None for t in self.targets)
+        self.solved: dict[tuple[object, ...], Sizes | str] = {}
+
+    def _pairs(self) -> Iterator[Pair]:
+        left, right = [t.leaf for t in self.sources], [t.leaf for t in self.targets]
+        for (i, block), (j, other) in zip(blocks_of(left), blocks_of(right), strict=True):
+            here, there = left[i].named(), right[j].named()
+            numbered = tuple(name for name in here if name not in there)
+            yield Pair(i, block, j, other, numbered, tuple(name for name in there if name not in here))
+
+    @property
+    def where(self) -> str:
+        return self.rule.where
+
+    @property
+    def keeps_arrays(self) -> bool:
+        """Tell whether the arrays stay as they are, under other names."""
+        if self.rule.steps or len(self.pairs) != 1:
+            return False
+        (pair,) = self.pairs
+        return not pair.numbered and not pair.chosen and self.sources[0].leaf.axes == self.targets[0].leaf.axes
+
+
+def _expanded(axes: Sequence[Axis], ndim: int) -> tuple[Axis, ...]:
+    """Return the axes of an array with `ndim` axes, with names in the place of `...`."""
+    rest = [f"{REST}{number}" for number in range(ndim - len(axes) + 1)]
+    return tuple(each for axis in axes for each in (rest if axis == REST else [axis]))
+
+
+def _fits(axes: Sequence[Axis] | None, array: LazyArray | None) -> bool:
+    """Tell whether an array, or None for a plain value, has as many axes as a rule names."""
+    if axes is None or array is None:
+        return axes is None
+    ndim = len(array.shape)
+    return ndim >= len(axes) - 1 if REST in axes else ndim == len(axes)
+
+
+fits = _fits
+
+
+class Assembly:
+    """The targets of one stage.
+
+    shapes   the shapes that leaves must have, by name, as far as they are known
+    """
+
+    def __init__(self, numbers: Numbers, lines: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.numbers, self.lines, self.shapes = numbers, lines, shapes
+        self.targets: dict[str, Target] = {}
+        self.problems: dict[str, None] = {}
+        self._layouts: dict[tuple[object, ...], Layout] = {}
+        self._undone: dict[int, LazyArray] = {}
+
+    # ----------------------------------------------------------------------------------- take leaves
+
+    def add(self, ready: ReadyRule, number: int, bound: Bound, name: str, array: LazyArray) -> None:
+        """Take a leaf that matches a source of a rule."""
+        if ready.back:
+            array = self._without_steps(ready, name, array)
+        axes = _expanded(ready.sources[number].leaf.axes or (REST,), len(array.shape))
+        sizes = self._sizes(ready, number, axes, bound, name, array)
+        if isinstance(sizes, str):
+            self.problems[sizes] = None
+            return
+        member = Member(name, array, sizes, axes)
+        for pair_number, pair in enumerate(ready.pairs):
+            if pair.source == number:
+                self._add_pair(ready, pair_number, bound, member)
+
+    def _add_pair(self, ready: ReadyRule, number: int, bound: Bound, member: Member) -> None:
+        pair = ready.pairs[number]
+        index = tuple(bound[name] for name in pair.numbered)
+        template = ready.targets[pair.target]
+        for chosen in itertools.product(*(range(member.sizes[name]) for name in pair.chosen)):
+            whole = bound | dict(zip(pair.chosen, chosen, strict=True)) if chosen else bound
+            new = template.fill(whole)
+            target = self.targets.get(new)
+            if target is None:
+                target = self.targets[new] = Target(ready, pair.target, whole)
+            elif target.rule is not ready:
+                self.problems[f"{new}: written by {target.rule.where} and by {ready.where}"] = None
+                continue
+            there = target.members.setdefault(number, {}).setdefault(index, member)
+            if there is not member:
+                self.problems[f"{new}: {ready.where} makes it of {there.name} and of {member.name}"] = None
+
+    def add_constants(self, ready: ReadyRule) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the names and shapes of the constant leaves of a rule."""
+        for template in ready.targets:
+            found = {name: shape for name, shape in self.shapes.items() if template.match(name) is not None}
+            yield from (found or dict(self._counted(ready, template))).items()
+
+    def _counted(self, ready: ReadyRule, template: Template) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the names and shapes of constant leaves by the numbers of their axes."""
+        sizes = ready.known.sizes | {hole.key: hole.size for hole in template.holes if hole.size is not None}
+        axes = template.leaf.axes or ()
+        names = template.leaf.named()
+        missing = [n for n in (*names, *(n for axis in axes for n in all_names(axis))) if n not in sizes]
+        if missing or template.leaf.texts:
+            self.problems[f"{ready.where}: the size of {' and '.join(missing) or '...'} is unknown; pass like="] = None
+            return
+        shape = tuple(size_of(axis, sizes) for axis in axes)
+        for index in itertools.product(*(range(sizes[name]) for name in names)):
+            yield template.fill(dict(zip(names, index, strict=True))), shape
+
+    # ----------------------------------------------------------------------------------------- sizes
+
+    def _sizes(
+        self, ready: ReadyRule, number: int, axes: Sequence[Axis], bound: Bound, name: str, array: LazyArray
+    ) -> Sizes | str:
+        """Return the sizes of the axes of a leaf, or the problem with them. Leaves of one shape share them."""
+        wanted = self._wanted(ready, bound) if self.shapes else ()
+        key = (number, array.shape, wanted)
+        if key not in ready.solved:
+            try:
+                ready.solved[key] = self._solved(ready, axes, array.shape, wanted, name)
+            except FormatError as error:
+                ready.solved[key] = f"{ready.where}: {error}"
+        return ready.solved[key]
+
+    def _wanted(self, ready: ReadyRule, bound: Bound) -> tuple[tuple[int, ...] | None, ...]:
+        """Return the shapes of the targets of a leaf, as far as they are known."""
+        first = dict.fromkeys((name for pair in ready.pairs for name in pair.chosen), 0) | bound
+        names = [template.fill(first) if set(template.leaf.named()) <= first.keys() and {f"*{t}" for t in template.leaf.texts} <= first.keys() else "" for template in ready.targets]
+        return tuple(map(self.shapes.get, names))
+
+    def _solved(
+        self,
+        ready: ReadyRule,
+        axes: Sequence[Axis],
+        shape: tuple[int, ...],
+        wanted: Sequence[tuple[int, ...] | None],
+        name: str,
+    ) -> Sizes:
+        sizes = dict(ready.known.sizes)
+        equations = list(zip(axes, shape, strict=True))
+        others = [pair for template, known in zip(ready.targets, wanted, strict=False) for pair in self._equations(ready, template.leaf, known)]
+        before = -1
+        while len(sizes) > before:
+            before = len(sizes)
+            for number, (axis, total) in enumerate(equations):
+                self._solve_source(ready, axis, total, sizes, name, number)
+            for axis, total in others:
+                if sum(n not in sizes for n in all_names(axis)) == 1:
+                    _try_solve(axis, total, sizes)
+        for axis, total in equations:
+            if unknown := sorted({n for n in all_names(axis) if n not in sizes}):
+                raise FormatError(self._undivided(axis, total, unknown))
+        return sizes
+
+    def _equations(self, ready: ReadyRule, leaf: Leaf, shape: tuple[int, ...] | None) -> Iterator[tuple[Axis, int]]:
+        """Yield the axes of a target whose sizes are known, without stacked and padded ones."""
+        numbered = {name for pair in ready.pairs for name in pair.numbered}
+        if shape is None or leaf.axes is None or not (len(shape) >= len(leaf.axes) - 1 if REST in leaf.axes else len(shape) == len(leaf.axes)):
+            return
+        for axis, total in zip(_expanded(leaf.axes, len(shape)), shape, strict=True):
+            if not (numbered | (set() if ready.back else set(ready.pads))) & set(all_names(axis)):
+                yield axis, total
+
+    def _solve_source(self, ready: ReadyRule, axis: Axis, total: int, sizes: Sizes, name: str, number: int) -> None:
+        given = dict(sizes)
+        try:
+            solve(axis, total, sizes)
+        except FormatError as error:
+            raise FormatError(self._contradiction(axis, total, given, name, number, str(error))) from error
+
+    def _contradiction(self, axis: Axis, total: int, sizes: Sizes, name: str, number: int, problem: str) -> str:
+        if isinstance(axis, str) and axis in self.lines:
+            return (
+                f"{axis} is {sizes[axis]} by {self.lines[axis]}, and an axis of {total} in {name}; use another letter "
+                "for one of them"
+            )
+        known = [self._shown(n, sizes[n]) for n in dict.fromkeys(all_names(axis)) if n in sizes]
+        rows = "rows" if number == 0 else f"elements along axis {number}"
+        because = f", and {', '.join(known)}" if known else ""
+        return f"{total} {rows} of {name} are {axis}{because}: {problem}"
+
+    def _shown(self, axis: str, size: int) -> str:
+        expression = self.numbers.lets.get(axis)
+        return f"{axis} is {size}{f' ({expression})' if expression and str(expression) != str(size) else ''}"
+
+    def _undivided(self, axis: Axis, total: int, unknown: Sequence[str]) -> str:
+        neither = f"neither {' nor '.join(unknown)} is" if len(unknown) > 1 else f"{unknown[0]} is not"
+        lets = [n for n in unknown if n in self.numbers.lets]
+        if lets:
+            advice = f"config.json lacks {', '.join(str(self.numbers.lets[n]) for n in lets)}; pass config= or like="
+        else:
+            advice = f"Write a line {unknown[0]} = NUMBER, such as {unknown[0]} = num_attention_heads, or pass like="
+        return f"{axis} of {total} cannot be divided, because {neither} known. {advice}"
+
+    # ----------------------------------------------------------------------------------- make leaves
+
+    def make(self) -> Iterator[tuple[str, Target, LazyArray]]:
+        """Yield the new leaves. Add a problem for each that cannot be made."""
+        for name, target in self.targets.items():
+            try:
+                array = self._made(name, target)
+                yield name, target, array if target.rule.back else _with_steps(array, target, name)
+            except FormatError as error:
+                self.problems[str(error)] = None
+
+    def _made(self, name: str, target: Target) -> LazyArray:
+        ready = target.rule
+        members = [member for some in target.members.values() for member in some.values()]
+        first = members[0]
+        if len(members) == 1 and len(ready.pairs) == 1 and ready.pairs[0].chosen == () and not ready.pairs[0].numbered and ready.sources[0].leaf.axes == ready.targets[0].leaf.axes:
+            return first.array
+        kinds = {str(member.array.dtype): member.name for member in members}
+        if len(kinds) > 1:
+            listed = " and ".join(f"{dtype} ({leaf})" for dtype, leaf in sorted(kinds.items())[:4])
+            raise FormatError(f"{name}, by {ready.where}: its sources must have one dtype, found {listed}")
+        sizes = self._merged(name, target, members)
+        axes = _expanded(ready.targets[target.leaf].leaf.axes or (REST,), self._ndim(ready, target, first))
+        self._require_all(name, target, sizes, axes)
+        shape = tuple(size_of(axis, sizes) for axis in axes)
+        return self._rearranged(target, sizes, axes, shape)
+
+    def _rearranged(self, target: Target, sizes: Sizes, axes: Sequence[Axis], shape: Sequence[int]) -> LazyArray:
+        ready, parts = target.rule, []
+        for number, some in target.members.items():
+            pair = ready.pairs[number]
+            member = next(iter(some.values()))
+            key = (id(ready), number, len(member.axes), *(sizes[n] for axis in (*member.axes, *axes) for n in all_names(axis)))
+            layout = self._layouts.get(key)
+            if layout is None:
+                source = [lattice(axis, pair.source_block, sizes) for axis in member.axes]
+                there = [lattice(axis, pair.target_block, sizes) for axis in axes]
+                layout = self._layouts[key] = Layout(tuple(source), tuple(there), pair.numbered)
+            chosen = {axis: target.bound[axis] for axis in pair.chosen}
+            parts.append(Part(layout, {index: m.array for index, m in some.items()}, chosen))
+        if len(parts) == 1 and layout.is_identity and not parts[0].chosen:
+            return next(iter(parts[0].sources.values()))
+        return Rearranged(parts, shape)
+
+    def _ndim(self, ready: ReadyRule, target: Target, member: Member) -> int:
+        """Return the number of axes of a target, whose `...` are those of its sources."""
+        leaf = ready.targets[target.leaf].leaf
+        rest = sum(isinstance(axis, str) and axis.startswith(REST) for axis in member.axes)
+        return len(leaf.axes or (REST,)) + (rest - 1 if REST in (leaf.axes or (REST,)) else 0)
+
+    def _merged(self, name: str, target: Target, members: Sequence[Member]) -> Sizes:
+        """Return the sizes of all axes of a target, with the numbers of its sources."""
+        sizes: Sizes = {}
+        seen: dict[int, None] = {}
+        for member in members:
+            if id(member.sizes) in seen:
+                continue
+            seen[id(member.sizes)] = None
+            for axis, size in member.sizes.items():
+                if sizes.setdefault(axis, size) != size:
+                    first = next(m for m in members if m.sizes.get(axis) == sizes[axis])
+                    raise FormatError(
+                        f"{name}, by {target.rule.where}: {axis} is {sizes[axis]} in {first.name} "
+                        f"{list(first.array.shape)} and {size} in {member.name} {list(member.array.shape)}"
+                    )
+        for number, some in target.members.items():
+            for position, axis in enumerate(target.rule.pairs[number].numbered):
+                counted = max(index[position] for index in some) + 1
+                words = target.rule.known.sizes.get(axis, 0) if axis in self._words(target.rule) else 0
+                sizes[axis] = max(counted, words)
+        return sizes
+
+    @staticmethod
+    def _words(ready: ReadyRule) -> set[str]:
+        return {hole.key for t in (*ready.sources, *ready.targets) for hole in t.holes if hasattr(hole, "numbers")}
+
+    def _require_all(self, name: str, target: Target, sizes: Sizes, axes: Sequence[Axis]) -> None:
+        """Raise FormatError if a source of a target is missing."""
+        ready = target.rule
+        shown = f"{name} [{' '.join(map(str, ready.targets[target.leaf].leaf.axes or ()))}], by {ready.where}"
+        for number, pair in enumerate(ready.pairs):
+            if pair.target != target.leaf:
+                continue
+            some = target.members.get(number, {})
+            if not some and len(ready.pairs) > 1 or math.prod(sizes[axis] for axis in pair.numbered if axis in sizes) != len(some):
+                every = itertools.product(*(range(sizes.get(axis, 1)) for axis in pair.numbered))
+                index = next(index for index in every if index not in some)
+                at = ", ".join(f"{axis}={i}" for axis, i in zip(pair.numbered, index, strict=True))
+                bound = target.bound | dict(zip(pair.numbered, index, strict=True))
+                missing = ready.sources[pair.source].fill(bound)
+                raise FormatError(f"{shown}: no source{f' for {at}' if at else ''} ({missing} is missing)")
+        if unknown := sorted({n for axis in axes for n in all_names(axis) if n not in sizes}):
+            raise FormatError(f"{shown}: the size of {' and '.join(unknown)} is unknown; pass config= or like=")
+
+    # ----------------------------------------------------------------------------------------- steps
+
+    def _without_steps(self, ready: ReadyRule, name: str, array: LazyArray) -> LazyArray:
+        """Return an array with the steps of a rule undone, the last one first."""
+        for step in reversed(ready.rule.steps):
+            try:
+                array = self._undo(step, ready, name, array)
+            except FormatError as error:
+                self.problems[f"{ready.where}: {error}"] = None
+        return array
+
+    def _undo(self, step: ValueStep, ready: ReadyRule, name: str, array: LazyArray) -> LazyArray:
+        if step.verb == "pad":
+            return self._cut(step, ready, name, array)
+        if step.verb == "cast":
+            return array
+        number = _factor(step, ready, name, array)
+        return Computed(array, np.dtype(np.float32), step.verb, 1 / number if step.verb == "scale" else -number)
+
+    def _cut(self, step: ValueStep, ready: ReadyRule, name: str, array: LazyArray) -> LazyArray:
+        for template in ready.sources:
+            bound = template.match(name)
+            axes = template.leaf.axes
+            if bound is None or axes is None or step.axis not in axes:
+                continue
+            axes = _expanded(axes, len(array.shape))
+            size = ready.known.sizes.get(step.axis) or self._size_in_like(ready, bound, step.axis)
+            if size is None:
+                raise FormatError(
+                    f"the rows that `{step}` added to {name} are unknown, because {step.axis} is; write a line "
+                    f"{step.axis} = NUMBER, such as {step.axis} = vocab_size, or pass like="
+                )
+            at = axes.index(step.axis)
+            if array.shape[at] < size:
+                raise FormatError(f"{name} has {array.shape[at]} elements along {step.axis}, fewer than {size}")
+            return _resized(array, at, size)
+        return array
+
+    def _size_in_like(self, ready: ReadyRule, bound: Bound, axis: str) -> int | None:
+        for template, shape in zip(ready.targets, self._wanted(ready, bound), strict=True):
+            for other, size in self._equations(ready, template.leaf, shape):
+                if other == axis:
+                    return size
+        return None
+
+
+def _try_solve(axis: Axis, total: int, sizes: Sizes) -> None:
+    """Solve an axis of `like`. A contradiction is found later, when the shapes are compared."""
+    try:
+        solve(axis, total, sizes)
+    except FormatError:
+        pass
+
+
+def _with_steps(array: LazyArray, target: Target, name: str) -> LazyArray:
+    """Return an array with the values that the steps of a rule give it. Raise FormatError if a step does not fit."""
+    ready = target.rule
+    leaf = ready.targets[target.leaf].leaf
+    for step in ready.rule.steps:
+        try:
+            array = _with_step(step, array, ready, leaf, name)
+        except FormatError as error:
+            raise FormatError(f"{ready.where}: {error}") from error
+    return array
+
+
+def _with_step(step: ValueStep, array: LazyArray, ready: ReadyRule, leaf: Leaf, name: str) -> LazyArray:
+    if step.verb == "pad":
+        return _padded(step, array, ready, leaf, name)
+    if step.verb == "cast":
+        _require_wide(step, array, name)
+        return Computed(array, dtype_from_name(step.dtype))
+    return Computed(array, np.dtype(np.float32), step.verb, _factor(step, ready, name, array))
+
+
+def _factor(step: ValueStep, ready: ReadyRule, name: str, array: LazyArray) -> float:
+    assert step.number
+    number = ready.known.numbers.require(step.number)
+    if step.verb == "scale" and number == 0:
+        raise FormatError(f"`{step}` is 0, and could not be undone")
+    if not is_floating(name_of_dtype(array.dtype)):
+        raise FormatError(f"`{step}` needs floating numbers, and {name} is {array.dtype}")
+    return number
+
+
+def _padded(step: ValueStep, array: LazyArray, ready: ReadyRule, leaf: Leaf, name: str) -> LazyArray:
+    assert step.number
+    if step.axis not in (leaf.axes or ()):
+        return array
+    size = ready.known.number(step.number)
+    at = _expanded(leaf.axes or (), len(array.shape)).index(step.axis)
+    if size < array.shape[at]:
+        raise FormatError(f"`{step}` is {size}, and {name} has {array.shape[at]} elements along {step.axis}")
+    return _resized(array, at, size)
+
+
+def _resized(array: LazyArray, axis: int, size: int) -> Resized:
+    return Resized(array, (*array.shape[:axis], size, *array.shape[axis + 1 :]))
+
+
+def _require_wide(step: ValueStep, array: LazyArray, name: str) -> None:
+    """Refuse a cast to a narrower integer, or of a fraction to an integer."""
+    new = dtype_from_name(step.dtype)
+    if new.kind in "iu" and not np.can_cast(array.dtype, new):
+        raise FormatError(f"`{step}` would cut the numbers of {name}, which is {array.dtype}")
