@@ -28,6 +28,7 @@ from eformer.errors import MismatchError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    from eformer._engine.formats.model_rules import ModelRules
     from eformer._engine.record.planned import LazyArray
     from eformer._engine.tools.view import View
 
@@ -125,20 +126,23 @@ class ConvertedTree:
 class LeafChoice:
     """The leaves to convert: below `root`, renamed by `rules`, and then those that `keys` name; None for all.
 
-    `numbers` is the model's config.json, for the rules.
+    `numbers` is the model's config.json, and `shapes` has the shapes of new leaves that are known, for the rules.
     """
 
     root: str | None = None
     rules: Rules | None = None
     keys: Sequence[str] | None = None
     numbers: Mapping[str, Any] | None = None
+    shapes: Mapping[str, tuple[int, ...]] | None = None
 
     @property
     def keeps_names(self) -> bool:
         return self.rules is None and self.keys is None
 
 
-def plan_tree(view: View, choice: LeafChoice, dtype: Any, target: TargetFormat) -> ConvertedTree:
+def plan_tree(
+    view: View, choice: LeafChoice, dtype: Any, target: TargetFormat, settled: ModelRules | None = None
+) -> ConvertedTree:
     """Plan the conversion of one tree: names, dtypes, structure, and notes on losses in the target format."""
     tree = view.tree
     cast = None if dtype is None else floating_dtype(dtype)
@@ -157,14 +161,15 @@ def plan_tree(view: View, choice: LeafChoice, dtype: Any, target: TargetFormat) 
         require_structure(converted.structure, [*names, *converted.raw_values])
         _leave_out_functions(converted, target)
     converted.notes += _losses(converted, target)
-    converted.origin = origin_of(view, choice.rules, target)
+    converted.origin = origin_of(view, settled)
+    converted.notes += settled.notes if settled else ()
     return converted
 
 
-def origin_of(view: View, rules: Rules | None, target: TargetFormat) -> Origin:
+def origin_of(view: View, settled: ModelRules | None) -> Origin:
     """Return the origin of a tree that is converted by these rules."""
-    recorded = rules_in(view.tree.origin or {}) if rules is None else {}
-    return new_origin("export" if target == "hf" else "convert", [view.as_parent], recorded)
+    record = rules_in(view.tree.origin or {}) if settled is None else settled.record
+    return new_origin("convert", [view.as_parent], record)
 
 
 def _select(
@@ -175,13 +180,12 @@ def _select(
     names = {name: name for name in (*arrays, *raw)} if root is None else names_below([*arrays, *raw], root)
     if not names and root is not None:
         refuse_root([*arrays, *raw], root)
-    if choice.keeps_names and (
-        part := part_below(parse_structure(view.tree.structure), root or "", names)
-    ):
+    if choice.keeps_names and (part := part_below(parse_structure(view.tree.structure), root or "", names)):
         return _part_tree(view, arrays, names, *part, cast)
     below = {names[name]: array for name, array in arrays.items() if name in names}
     values = {names[name]: value for name, value in raw.items() if name in names}
-    renamed = (choice.rules or Rules(())).apply(below, list(values), choice.numbers)
+    renamed = (choice.rules or Rules(())).apply(below, list(values), choice.numbers, choice.shapes)
+    renamed.require_tied()
     if choice.keys is not None:
         _keep_only(renamed, choice.keys)
     converted = _rename_tree(view, renamed, values, cast)
@@ -328,7 +332,10 @@ def _describe_array(tree: ConvertedTree, source: Source) -> ConvertedLeaf:
     changes = [tree.transforms.get(source.name, "")]
     if stored and stored[0].entry.dtype != source.dtype:
         changes.append(f"from {stored[0].entry.dtype}")
-    what, origins = f"{source.dtype}{list(source.shape)}", tuple(leaf.name for leaf in stored) or (source.name,)
+    what, origins = (
+        f"{source.dtype}{list(source.shape)}",
+        tuple(leaf.name for leaf in stored) or (source.name,),
+    )
     return ConvertedLeaf(source.name, what, nbytes, origins, ", ".join(filter(None, changes)))
 
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import msgspec
 
 from eformer._engine.formats.find import look_at
+from eformer._engine.formats.model_config import model_config
+from eformer._engine.formats.model_rules import ModelRules, model_rules
 from eformer._engine.formats.others.peft import CONFIG, WEIGHTS, with_config
 from eformer._engine.formats.quantized import check_dequant
 from eformer._engine.formats.run_steps import path_of_step
@@ -23,7 +25,7 @@ from eformer._engine.formats.safetensors.names import SUFFIX, refuse_other_suffi
 from eformer._engine.processes.hosts import Hosts
 from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.options import SaveOptions
-from eformer._engine.record.rename import rules_from
+from eformer._engine.record.origin import config_in
 from eformer._engine.record.text import count, few, size
 from eformer._engine.saving.commit import new_entry
 from eformer._engine.saving.save import ALIASES, Save, complete
@@ -50,7 +52,8 @@ from eformer._engine.tools.conversion import (
     summarize,
 )
 from eformer._engine.tools.export_plan import ExportWish, plan_model
-from eformer._engine.tools.model_files import open_model
+from eformer._engine.tools.model_config import merged, without_dtype
+from eformer._engine.tools.model_files import ModelDirectory, open_model
 from eformer._engine.tools.orbax_writer import plan_orbax, write_checkpoint_metadata, write_tree
 from eformer._engine.tools.view import View
 from eformer._version import __version__
@@ -173,7 +176,6 @@ def convert_opened(
     target = _target_format(place.name, to)
     _check_arguments(target, destination, config=config, like=like, fill_from_like=fill_from_like, card=card)
     check_dequant(dequant)
-    rules = None if rename is None else rules_from(rename) or None
     names = None if keys is None else (keys,) if isinstance(keys, str) else tuple(keys)
     with ExitStack() as stack:
         found, views = opening(stack)
@@ -184,9 +186,13 @@ def convert_opened(
                 f"{os.fspath(source)}: {number} would be lost, which may hold leaves: {few(left_out)}. Pass "
                 "allow_missing=True to convert the rest"
             )
-        choice = LeafChoice(root, rules, names)
+        model = None if like is None else open_model(like, stack)
+        settled = _settle_rules(rename, back, found, views, model, config if target == "hf" else None, target)
+        rules = settled.rules if settled else None
+        numbers, shapes = _facts_for_rules(settled, model, target)
+        choice = LeafChoice(root, rules, names, numbers, shapes)
         cast = None if target == "hf" else dtype  # an export gives each tensor the dtype that `like` has
-        trees = {name: plan_tree(view, choice, cast, target) for name, view in views.items()}
+        trees = {name: plan_tree(view, choice, cast, target, settled) for name, view in views.items()}
         if dequant is None:
             _require_numbers(found, trees.values())
         _check(trees, target, place.name, max_shard_bytes)
@@ -196,7 +202,6 @@ def convert_opened(
         files = None
         if target == "hf":
             (tree,) = trees.values()
-            model = None if like is None else open_model(like, stack)
             files = plan_model(tree, ExportWish(model, config, dtype, card, fill_from_like, allow_missing))
         conversion = summarize(source if step is None else found.path, destination, target, trees, left_out)
         budget = _budget(memory, trees, target)
@@ -256,6 +261,36 @@ def _open(
 
 
 # ------------------------------------------------------------------------------------------- planning
+
+
+def _settle_rules(
+    rename: RenameRules | None,
+    back: bool | None,
+    found: Found,
+    views: Mapping[str, View],
+    model: ModelDirectory | None,
+    config: Mapping[str, Any] | None,
+    target: TargetFormat,
+) -> ModelRules | None:
+    """Return the rules to apply, with the configuration of the model: of the caller, of `like`, recorded, or beside the
+    source."""
+    (view, *_) = views.values()
+    origin = view.tree.origin
+    beside = merged(model.config if model else config_in(origin or {}), config or {})
+    configs = [lambda: beside, lambda: model_config(found.store)]
+    is_back = bool(back) if target != "hf" else back
+    return model_rules(rename, back=is_back, origin=origin, configs=configs, path=found.path)
+
+
+def _facts_for_rules(
+    settled: ModelRules | None, model: ModelDirectory | None, target: TargetFormat
+) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]]]:
+    """Return the numbers for rules, and the shapes of the leaves to be made as far as they are known."""
+    if settled is None:
+        return {}, {}
+    shapes = {name: leaf.shape for name, leaf in model.leaves.items()} if model else {}
+    # An export casts once, from the values of the tree, and not by the dtype that the configuration has.
+    return without_dtype(settled.config) if target == "hf" else settled.config, shapes
 
 
 def _check(

@@ -64,6 +64,13 @@ def _with_dtype(value: Any, dtype: str | None) -> Any:
     return {key: dtype if dtype and key in _DTYPES and inner else inner for key, inner in kept.items()}
 
 
+def without_dtype(config: Mapping[str, Any]) -> Config:
+    """Return a configuration that names no dtype of the weights."""
+    found = {key: value for key, value in config.items() if key not in _DTYPES}
+    inner = {name: found[name] for name in _TEXT if isinstance(found.get(name), Mapping)}
+    return found | {name: {k: v for k, v in part.items() if k not in _DTYPES} for name, part in inner.items()}
+
+
 def dtype_in(config: Mapping[str, Any]) -> str | None:
     """Return the dtype of the weights that a configuration names; None without one."""
     found = (setting(config, key) for key in _DTYPES)

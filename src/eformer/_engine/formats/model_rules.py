@@ -1,0 +1,121 @@
+"""Settle the rules of a call: a book by its name, a file or a text, read forwards or backwards, for a model.
+
+Tests: tests/engine/tools/test_back.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from eformer._engine.record.notation import AxisRule
+from eformer._engine.record.origin import book_in, config_in, rules_in, trimmed_config
+from eformer._engine.record.rename import Rules, rules_from
+from eformer._engine.record.rule_books import Book, find_book, is_layout
+
+if TYPE_CHECKING:
+    from eformer._engine.record.origin import Origin
+    from eformer._engine.record.rename import RenameRules
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRules:
+    """Rules, the configuration of the model that they are for, and the book that they are from."""
+
+    rules: Rules
+    config: Config = field(default_factory=dict)
+    book: Book | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Return the record for the origin of a tree that got its names from these rules."""
+        if self.book is None or self.rules.back:
+            return {}
+        book = self.book
+        numbers = {"version": book.version, "sha256": book.sha256, "layout": book.layout}
+        return {"book": book.name, **numbers, "config": trimmed_config(self.config)}
+
+
+def model_rules(
+    given: RenameRules | None,
+    *,
+    back: bool | None,
+    origin: Origin | None,
+    configs: Sequence[Callable[[], Config]],
+    path: str,
+) -> ModelRules | None:
+    """Return the rules of a call; None without rules.
+
+    given      the caller's rules; None takes the recorded rules, if they are read backwards
+    back       read them from right to left; None does so if the origin or the rules suggest it
+    origin     the origin of the tree that the rules are for
+    configs    where the configuration of the model may be, the first that has one counts; before the origin
+    path       the checkpoint, for messages
+    """
+    origin = origin or {}
+    recorded = book_in(origin)
+    if given is None and not (back or (back is None and recorded)):
+        return None
+    if given is None and not recorded:
+        raise ValueError(
+            f"{path} has no recorded rules that back=True could read from right to left; pass them by rename=, such as "
+            'rename="llama/maxtext"'
+        )
+    config = _first_of([*configs, lambda: config_in(origin)])
+    text, book = _expanded(recorded if given is None else given, config)
+    rules = rules_from(text)
+    is_back = _is_two_way(rules) if back is None else back
+    if is_back and book and recorded and book.name != recorded:
+        raise ValueError(
+            f"{path} has the layout of the rules {recorded!r}, and rename={book.name!r} would read it as another "
+            f"layout; leave rename= out, or pass {recorded!r}"
+        )
+    rules = rules_from(text, back=is_back)
+    return ModelRules(rules, config, book, tuple(_changes(book, origin))) if rules else None
+
+
+def _first_of(configs: Sequence[Callable[[], Config]]) -> Config:
+    return next((found for config in configs if (found := config())), {})
+
+
+def _expanded(given: RenameRules, config: Config) -> tuple[RenameRules, Book | None]:
+    """Return the rules with the texts of books in the place of their names, and the book if it is all of them."""
+    kind = config.get("model_type")
+    named = kind if isinstance(kind, str) else None
+    if isinstance(given, str) and is_book(given):
+        book = find_book(given, named)
+        return book.text, book
+    if isinstance(given, (str, os.PathLike, Mapping)):
+        return given, None
+    items: list[Any] = list(given)
+    return [
+        find_book(one, named).text if isinstance(one, str) and is_book(one) else one for one in items
+    ], None
+
+
+def is_book(given: str) -> bool:
+    """Tell whether rules are the name of a book or of a layout, and no text and no file."""
+    return "->" not in given and "\n" not in given and is_layout(given.strip())
+
+
+def _is_two_way(rules: Rules) -> bool:
+    """Tell whether rules are written to be read in both directions."""
+    return any(
+        isinstance(rule, AxisRule) and rule.is_two_way for stage in rules.stages for rule in stage.rules
+    )
+
+
+def _changes(book: Book | None, origin: Origin) -> list[str]:
+    """Describe how a book has changed since it gave the leaves their names."""
+    record = rules_in(origin)
+    if book is None or record.get("book") != book.name or record.get("sha256") in (None, book.sha256):
+        return []
+    return [
+        f"the rules {book.name} have changed since they gave the leaves their names: version {record.get('version')}, "
+        f"now {book.version}"
+    ]
