@@ -306,8 +306,8 @@ _MOST_NOTES = 20
 )
 @click.option(
     "--rename",
-    type=click.Path(exists=True, dir_okay=False),
-    help="Rename and reshape leaves by the rules in this file.",
+    metavar="RULES",
+    help="Rename and reshape leaves by the rules in this file, or of this book, such as llama/maxtext.",
 )
 @click.option(
     "--back/--no-back",
@@ -368,7 +368,7 @@ def convert(
     eformer convert ./hf ./mine --to safetensors --rename rules.txt --dry-run
     eformer convert ./lora ./adapter --to peft --config lora_alpha=32
     eformer convert ./run best.safetensors --step best --root params
-    eformer convert ./run ./for-hf --to hf --like ./hf --root params --rename back.txt
+    eformer convert ./run ./for-hf --to hf --like ./hf --root params
 
     Each line of the file for --rename is a regular expression for the whole name, an arrow, and the new name. A rule
     without a new name drops the leaf. Steps may follow the name: transpose, stack and unstack.

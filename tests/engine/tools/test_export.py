@@ -366,8 +366,10 @@ def test_like_must_be_a_model(tree, tmp_path):
 
 def test_arguments_of_an_export_are_refused_elsewhere(tree, like, tmp_path):
     save(tree, tmp_path / "step")
-    with pytest.raises(ValueError, match=r"like=, fill_from_like= and card= are for to='hf'"):
+    with pytest.raises(ValueError, match=r"like= is for to='hf' and for rules"):
         convert(tmp_path / "step", tmp_path / "new", to="safetensors", like=like)
+    with pytest.raises(ValueError, match=r"fill_from_like= and card= are for to='hf'"):
+        convert(tmp_path / "step", tmp_path / "new", to="safetensors", card=False)
     with pytest.raises(ValueError, match=r"step= and prefix= are for the path of a checkpoint"):
         export(tree, tmp_path / "new", like=like, step=3)
     with pytest.raises(ValueError, match=r"'5 bytes' is not a size"):

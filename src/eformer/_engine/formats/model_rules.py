@@ -6,8 +6,10 @@ Tests: tests/engine/tools/test_back.py.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.record.notation import AxisRule
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from eformer._engine.record.rename import RenameRules
 
 Config = Mapping[str, Any]
+
+_NAME = re.compile(r"[\w-]+(?:/[\w-]+)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +103,9 @@ def _expanded(given: RenameRules, config: Config) -> tuple[RenameRules, Book | N
 
 
 def is_book(given: str) -> bool:
-    """Tell whether rules are the name of a book or of a layout, and no text and no file."""
-    return "->" not in given and "\n" not in given and is_layout(given.strip())
+    """Tell whether rules are the name of a book, or look like one, and are no text and no file."""
+    name = given.strip()
+    return is_layout(name) or (_NAME.fullmatch(name) is not None and not Path(name).expanduser().exists())
 
 
 def _is_two_way(rules: Rules) -> bool:

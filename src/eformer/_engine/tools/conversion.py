@@ -126,7 +126,8 @@ class ConvertedTree:
 class LeafChoice:
     """The leaves to convert: below `root`, renamed by `rules`, and then those that `keys` name; None for all.
 
-    `numbers` is the model's config.json, and `shapes` has the shapes of new leaves that are known, for the rules.
+    `numbers`, `shapes` and `dtypes` are facts for the rules: the model's config.json, and the shapes and dtypes of new
+    leaves that are known.
     """
 
     root: str | None = None
@@ -134,6 +135,7 @@ class LeafChoice:
     keys: Sequence[str] | None = None
     numbers: Mapping[str, Any] | None = None
     shapes: Mapping[str, tuple[int, ...]] | None = None
+    dtypes: Mapping[str, str] | None = None
 
     @property
     def keeps_names(self) -> bool:
@@ -184,7 +186,9 @@ def _select(
         return _part_tree(view, arrays, names, *part, cast)
     below = {names[name]: array for name, array in arrays.items() if name in names}
     values = {names[name]: value for name, value in raw.items() if name in names}
-    renamed = (choice.rules or Rules(())).apply(below, list(values), choice.numbers, choice.shapes)
+    renamed = (choice.rules or Rules(())).apply(
+        below, list(values), choice.numbers, choice.shapes, choice.dtypes
+    )
     renamed.require_tied()
     if choice.keys is not None:
         _keep_only(renamed, choice.keys)

@@ -120,7 +120,8 @@ def convert(
     rename           rules: a file, their text, a dict {pattern: "new name | step"}, pairs or lines; see
                      `docs/guides/renaming.md`
     back             read the rules from right to left: `rename`, or the rules that the source has recorded
-    like             for to="hf": the model that the result resembles, see `export`
+    like             the model of Hugging Face that the result resembles: for to="hf", see `export`, and for the shapes
+                     and dtypes that rules give leaves on the way back
     dtype            cast floating leaves to this dtype
     config           for to="peft": settings of adapter_config.json, such as lora_alpha, see `docs/guides/peft.md`; for
                      to="hf": settings of config.json
@@ -174,7 +175,9 @@ def convert_opened(
     """Convert the trees that `opening` opens. The arguments are those of `convert`."""
     place = _place_of(destination)
     target = _target_format(place.name, to)
-    _check_arguments(target, destination, config=config, like=like, fill_from_like=fill_from_like, card=card)
+    _check_arguments(target, destination, config=config, fill_from_like=fill_from_like, card=card)
+    if like is not None and target != "hf" and rename is None and not back:
+        raise ValueError(f"like= is for to='hf' and for rules, and the target is {target}")
     check_dequant(dequant)
     names = None if keys is None else (keys,) if isinstance(keys, str) else tuple(keys)
     with ExitStack() as stack:
@@ -189,8 +192,7 @@ def convert_opened(
         model = None if like is None else open_model(like, stack)
         settled = _settle_rules(rename, back, found, views, model, config if target == "hf" else None, target)
         rules = settled.rules if settled else None
-        numbers, shapes = _facts_for_rules(settled, model, target)
-        choice = LeafChoice(root, rules, names, numbers, shapes)
+        choice = LeafChoice(root, rules, names, *_facts_for_rules(settled, model, target))
         cast = None if target == "hf" else dtype  # an export gives each tensor the dtype that `like` has
         trees = {name: plan_tree(view, choice, cast, target, settled) for name, view in views.items()}
         if dequant is None:
@@ -216,15 +218,15 @@ def convert_opened(
 
 
 def _check_arguments(
-    target: TargetFormat, destination: str | os.PathLike[str], *, config: Any, like: Any, **others: bool
+    target: TargetFormat, destination: str | os.PathLike[str], *, config: Any, **others: bool
 ) -> None:
     """Raise ValueError for arguments that belong to another target."""
     if config is not None and target not in ("peft", "hf"):
         raise ValueError(f"config= is for to='peft' and to='hf', and the target is {target}")
     if target == "hf":
         return
-    if like is not None or others["fill_from_like"] or not others["card"]:
-        raise ValueError(f"like=, fill_from_like= and card= are for to='hf', and the target is {target}")
+    if others["fill_from_like"] or not others["card"]:
+        raise ValueError(f"fill_from_like= and card= are for to='hf', and the target is {target}")
     if is_hub_url(os.fspath(destination)):
         refuse_to_write(os.fspath(destination))
 
@@ -284,13 +286,14 @@ def _settle_rules(
 
 def _facts_for_rules(
     settled: ModelRules | None, model: ModelDirectory | None, target: TargetFormat
-) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]]]:
-    """Return the numbers for rules, and the shapes of the leaves to be made as far as they are known."""
-    if settled is None:
-        return {}, {}
-    shapes = {name: leaf.shape for name, leaf in model.leaves.items()} if model else {}
-    # An export casts once, from the values of the tree, and not by the dtype that the configuration has.
-    return without_dtype(settled.config) if target == "hf" else settled.config, shapes
+) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]], Mapping[str, str]]:
+    """Return the numbers for rules, and shapes and dtypes of the leaves to be made as far as they are known."""
+    leaves = model.leaves if model and settled else {}
+    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    config = settled.config if settled else {}
+    if target == "hf":  # it casts once, from the values of the tree, and perhaps to a dtype of the caller
+        return without_dtype(config), shapes, {}
+    return config, shapes, {name: leaf.dtype for name, leaf in leaves.items()}
 
 
 def _check(
