@@ -77,6 +77,7 @@ def llama(path: str) -> dict[str, Any]:
     weights["model.embed.weight"] = np.ones((8, 2), np.float32)
     Path(path).mkdir(parents=True)
     safetensors.numpy.save_file(weights, Path(path, "model.safetensors"))
+    Path(path, "config.json").write_text('{"model_type": "llama"}')
     Path("llama.rules").write_text(LLAMA_RULES)
     return {"layers": {"up": jnp.zeros((3, 4, 2))}, "embed": jnp.zeros((8, 2))}
 

@@ -17,6 +17,7 @@ from eformer.cli import options
 from eformer.cli.browser import open_page
 from eformer.cli.group import (
     Commands,
+    RulesOf,
     Size,
     exit_code,
     picked,
@@ -306,6 +307,7 @@ _MOST_NOTES = 20
 )
 @click.option(
     "--rename",
+    type=RulesOf(),
     metavar="RULES",
     help="Rename and reshape leaves by the rules in this file, or of this book, such as llama/maxtext.",
 )

@@ -213,6 +213,17 @@ class Size(_Number):
             self.fail(str(error), param, ctx)
 
 
+class RulesOf(click.ParamType):  # type: ignore[type-arg]  # it is not generic in older versions of click
+    """A file of rules, or the name of a book of rules."""
+
+    name = "rules"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from eformer._engine.formats.model_rules import is_book  # late: `--help` should not wait for it
+
+        return value if is_book(value) else click.Path(exists=True, dir_okay=False).convert(value, param, ctx)
+
+
 def wants_bar(quiet: bool) -> bool:
     """Tell whether to draw a progress bar: standard error is a terminal, and the command is not quiet."""
     return not quiet and sys.stderr is not None and sys.stderr.isatty()

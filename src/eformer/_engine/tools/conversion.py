@@ -163,12 +163,12 @@ def plan_tree(
         require_structure(converted.structure, [*names, *converted.raw_values])
         _leave_out_functions(converted, target)
     converted.notes += _losses(converted, target)
-    converted.origin = origin_of(view, settled)
+    converted.origin = converted_origin(view, settled)
     converted.notes += settled.notes if settled else ()
     return converted
 
 
-def origin_of(view: View, settled: ModelRules | None) -> Origin:
+def converted_origin(view: View, settled: ModelRules | None) -> Origin:
     """Return the origin of a tree that is converted by these rules."""
     record = rules_in(view.tree.origin or {}) if settled is None else settled.record
     return new_origin("convert", [view.as_parent], record)

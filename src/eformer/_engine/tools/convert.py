@@ -43,6 +43,7 @@ from eformer._engine.tasks.progress import metered
 from eformer._engine.tasks.turns import turns
 from eformer._engine.tools import sequential_writers
 from eformer._engine.tools.adapter import plan_adapter
+from eformer._engine.tools.config_edits import with_settings, without_dtype
 from eformer._engine.tools.conversion import (
     Conversion,
     ConvertedTree,
@@ -52,7 +53,6 @@ from eformer._engine.tools.conversion import (
     summarize,
 )
 from eformer._engine.tools.export_plan import ExportWish, plan_model
-from eformer._engine.tools.model_config import merged, without_dtype
 from eformer._engine.tools.model_files import ModelDirectory, open_model
 from eformer._engine.tools.orbax_writer import plan_orbax, write_checkpoint_metadata, write_tree
 from eformer._engine.tools.view import View
@@ -278,7 +278,7 @@ def _settle_rules(
     source."""
     (view, *_) = views.values()
     origin = view.tree.origin
-    beside = merged(model.config if model else config_in(origin or {}), config or {})
+    beside = with_settings(model.config if model else config_in(origin or {}), config or {})
     configs = [lambda: beside, lambda: model_config(found.store)]
     is_back = bool(back) if target != "hf" else back
     return model_rules(rename, back=is_back, origin=origin, configs=configs, path=found.path)

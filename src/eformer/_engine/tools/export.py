@@ -44,7 +44,7 @@ def export(
     progress: Progress = None,
     origin: Mapping[str, Any] | None = None,
 ) -> Conversion:
-    """Export a tree as a directory that `AutoModelForCausalLM.from_pretrained` and vLLM open.
+    """Write a tree as a directory that `AutoModelForCausalLM.from_pretrained` and vLLM open.
 
     The directory has the weights under the names of Hugging Face, their index, config.json, the tokenizer and all
     other files that `like` has beside its weights, a card, and a manifest with digests. It appears complete or not at
@@ -79,7 +79,10 @@ def export(
 
     Example:
 
-        >>> checkpoint.export(params, "for-hf", like="hf/llama", rename=rules)
+        >>> model = checkpoint.load("hf/llama")
+        >>> plan = checkpoint.export(model, "for-hf", like="hf/llama", dry_run=True)
+        >>> plan.notes
+        ()
     """
     arguments = {name: value for name, value in locals().items() if name in _OF_CONVERT}
     shard = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size

@@ -27,9 +27,9 @@ from eformer._engine.record.origin import config_in, new_origin, published_paren
 from eformer._engine.record.planned import LazyArray
 from eformer._engine.record.text import count, few
 from eformer._engine.stores.base import publish, read_whole, remove_files
+from eformer._engine.tools.config_edits import dtype_in, for_export, setting, with_setting, with_settings
 from eformer._engine.tools.conversion import source_of
-from eformer._engine.tools.model_card import CardFacts, front_matter, hub_id, model_card, steps_of
-from eformer._engine.tools.model_config import dtype_in, for_export, merged, setting, with_setting
+from eformer._engine.tools.model_card import CardFacts, card_lines, front_matter, hub_id, model_card
 from eformer._engine.tools.model_files import (
     CARD,
     CONFIG,
@@ -168,7 +168,7 @@ class _Plan:
                 "configuration. Pass like= with the directory of the model that it comes from, or config= with the "
                 "settings of config.json"
             )
-        self.config = merged(base, self.wish.config or {})
+        self.config = with_settings(base, self.wish.config or {})
         named = {readable(source.name): source for source in self.tree.sources}
         self.leaves = {name: named[name] for name in sorted(named, key=_natural)}
         for name, source in self.leaves.items():
@@ -359,7 +359,7 @@ class _Plan:
                 parameters=sum(math.prod(source.shape) for source in sources),
                 nbytes=sum(source.itemsize * math.prod(source.shape) for source in sources),
                 dtype=self.dtype or "integers",
-                steps=steps_of(self.tree.view.tree.origin or {}, self.tree.view.as_parent, base),
+                steps=card_lines(self.tree.view.tree.origin or {}, self.tree.view.as_parent, base),
             )
         )
 

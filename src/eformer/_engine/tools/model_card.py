@@ -1,7 +1,4 @@
-"""Write the card of an exported model: its licence and base model, and how it was made. Pure.
-
-Tests: tests/engine/tools/test_export_plan.py.
-"""
+"""Write the card of an exported model: its licence and base model, and how it was made. Pure."""
 
 from __future__ import annotations
 
@@ -89,7 +86,7 @@ def _head(facts: CardFacts) -> Iterator[str]:
     yield "library_name: transformers"
 
 
-def steps_of(origin: Mapping[str, Any], parent: Mapping[str, Any], like: str) -> list[str]:
+def card_lines(origin: Mapping[str, Any], parent: Mapping[str, Any], like: str) -> list[str]:
     """Return the lines about how the weights were made. Paths of this machine stay out of a card that is published.
 
     origin    the origin of the tree that is exported

@@ -1,6 +1,6 @@
 """Read the directory of a model of Hugging Face that an export resembles: its tensors, configuration and other files.
 
-Tests: tests/engine/tools/test_export.py, tests/engine/tools/test_export_plan.py.
+Tests: tests/engine/tools/test_export.py.
 """
 
 from __future__ import annotations

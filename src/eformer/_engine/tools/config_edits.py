@@ -1,7 +1,4 @@
-"""Edit the configuration of a model so that it agrees with exported tensors. Pure.
-
-Tests: tests/engine/tools/test_export_plan.py.
-"""
+"""Edit the configuration of a model so that it agrees with exported tensors. Pure."""
 
 from __future__ import annotations
 
@@ -19,13 +16,13 @@ _TEXT = (
 _DTYPES = ("dtype", "torch_dtype")  # since transformers 5, and before
 
 
-def merged(config: Mapping[str, Any], given: Mapping[str, Any]) -> Config:
+def with_settings(config: Mapping[str, Any], given: Mapping[str, Any]) -> Config:
     """Return a configuration with the caller's settings on top. Objects in it are merged, too."""
     found = dict(config)
     for key, value in given.items():
         inner = found.get(key)
         both = isinstance(inner, Mapping) and isinstance(value, Mapping)
-        found[key] = merged(inner, value) if both else value  # type: ignore[arg-type]
+        found[key] = with_settings(inner, value) if both else value  # type: ignore[arg-type]
     return found
 
 
