@@ -91,8 +91,9 @@ def inspect(
     path = str(path_of_step(path, step))
     facts, trees = checkpoint_facts(path, prefix, name)
     if as_json:
+        marks = facts.pop("quantized")
         for each, tree in trees.items():
-            facts["trees"][each]["leaves"] = list(leaf_facts(tree))
+            facts["trees"][each]["leaves"] = list(leaf_facts(tree, marks.get(each)))
         print_json(facts)
     else:
         from eformer.cli import terminal
@@ -132,7 +133,7 @@ def list_leaves(path: str, name: str | None, step: StepChoice, prefix: str | Non
     leaves = [
         ({"prefix": each} if each else {}) | leaf
         for each, names in found.items()
-        for leaf in leaf_facts(trees[each])
+        for leaf in leaf_facts(trees[each], facts["quantized"].get(each))
         if leaf["name"] in names
     ]
     if as_json:
@@ -339,6 +340,11 @@ _MOST_NOTES = 20
     help="Convert even if eformer does not read all files that may hold leaves.",
 )
 @click.option(
+    "--dequant",
+    metavar="DTYPE",
+    help="Convert the weights of a quantised model to numbers of this dtype: bf16, float32, ...",
+)
+@click.option(
     "--no-dequant",
     is_flag=True,
     help="Convert the leaves of a quantised model as stored, without their scales.",
@@ -354,6 +360,7 @@ def convert(
     *,
     settings: tuple[str, ...],
     keys: tuple[str, ...],
+    dequant: str | None,
     no_dequant: bool,
     dry_run: bool,
     as_json: bool,
@@ -383,13 +390,15 @@ def convert(
     from eformer._engine.record.text import count
     from eformer._engine.tools.convert import convert as carry_out
 
+    if dequant is not None and no_dequant:
+        raise click.UsageError("--dequant and --no-dequant exclude each other")
     done = carry_out(
         source,
         destination,
         keys=keys or None,
         config=_parse_settings(settings),
         dry_run=dry_run,
-        dequant=False if no_dequant else None,
+        dequant=False if no_dequant else dequant,
         progress=wants_bar(as_json),
         **arguments,
     )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from eformer._engine.formats.dense import marks_in
 from eformer._engine.formats.find import find, signer_of
 from eformer._engine.formats.steps import is_run, last_step_in, steps_in
 from eformer._engine.record.manifest import encode_leaves
@@ -21,7 +22,7 @@ from eformer._engine.stores.locate import store_at
 from eformer.errors import CorruptionError, EformerError, MismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from eformer._engine.formats.found import Found
     from eformer._engine.record.manifest import RecordedSharding, TreeEntry
@@ -34,14 +35,15 @@ def checkpoint_facts(
 ) -> tuple[Facts, dict[str, TreeEntry]]:
     """Return facts about a checkpoint, and its readable trees by prefix. `problems` says why a tree cannot be read.
 
-    With a `name`, the trees have only the leaves that the name finds.
+    With a `name`, the trees have only the leaves that the name finds. "quantized" has the methods of quantised leaves.
     """
     found, damage = _found(path)
-    trees, problems = {}, {}
+    trees, problems, marks = {}, {}, {}
     for each in [prefix] if prefix is not None else list(found.trees):
         try:
             trees[each] = found.tree(each)
             trees[each].check_leaves()
+            marks[each] = marks_in(found, trees[each])
         except (EformerError, OSError) as error:
             trees.pop(each, None)
             problems[each] = str(error)
@@ -52,6 +54,7 @@ def checkpoint_facts(
         "format": found.manifest.format,
         "trees": {each: tree_facts(tree) for each, tree in trees.items()},
         "problems": problems,
+        "quantized": {each: found for each, found in marks.items() if found},
         "left_out": list(found.left_out()),
         "signed_by": signer_of(found),
     }
@@ -133,8 +136,9 @@ def tree_facts(tree: TreeEntry) -> Facts:
     }
 
 
-def leaf_facts(tree: TreeEntry) -> Iterator[Facts]:
-    """Yield the facts of each leaf: arrays first, then plain values."""
+def leaf_facts(tree: TreeEntry, marks: Mapping[str, str] | None = None) -> Iterator[Facts]:
+    """Yield the facts of each leaf: arrays first, then plain values. `marks` are the methods of quantised leaves."""
+    marks = marks or {}
     fingerprints = tree.fingerprints
     for name, entry in tree.leaves.items():
         yield {
@@ -144,7 +148,7 @@ def leaf_facts(tree: TreeEntry) -> Iterator[Facts]:
             "bytes": entry.nbytes,
             "sharding": sharding_text(entry.sharding),
             "fingerprint": fingerprints[name],
-        }
+        } | ({"quantized": marks[name]} if name in marks else {})
     for name, value in tree.raw_values.items():
         yield {"name": name, "value": value_from_json(value), "fingerprint": fingerprints[name]}
 

@@ -82,6 +82,7 @@ _OPTIONS = {
     "allow_missing=True": "--allow-missing", "memory=": "--memory ", "prefix=": "--prefix", "dtype=": "--dtype",
     "rename=": "--rename", "config=": "--config", "foreign=True": "--foreign",
     "dequant=False (checkpoint.load, checkpoint.convert)": "--no-dequant", "dequant=False": "--no-dequant",
+    'dequant="bf16"': "--dequant bf16",
     "pattern=": "--pattern ",
     "to=": "--to", "like=": "`like` in Python",
 }  # fmt: skip

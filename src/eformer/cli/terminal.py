@@ -64,7 +64,8 @@ def show_checkpoint(facts: Facts, trees: dict[str, TreeEntry], on: Console) -> N
     on.print(about)
     for prefix, tree in trees.items():
         on.print()
-        show_tree(prefix, facts["trees"][prefix] | {"checksums": facts.get("checksums")}, tree, on)
+        more = {"checksums": facts.get("checksums"), "marks": facts["quantized"].get(prefix)}
+        show_tree(prefix, facts["trees"][prefix] | more, tree, on)
     for prefix, problem in facts["problems"].items():
         on.print(Text(printable(f"{prefix or 'the tree'} cannot be read: {problem}"), style="red"))
     if "damage" in facts:
@@ -74,7 +75,7 @@ def show_checkpoint(facts: Facts, trees: dict[str, TreeEntry], on: Console) -> N
 def show_tree(prefix: str, facts: Facts, tree: TreeEntry, on: Console) -> None:
     """Print one tree: its facts, then the folded outline."""
     about = Table.grid(padding=(0, 2))
-    summary = tree.summary(prefix)
+    summary = tree.summary(prefix, facts["marks"])
     for label, text in summary.facts():
         about.add_row(label, Text(printable(text), style="bold" if label == "prefix" else ""))
     if not summary.dtypes:
@@ -164,7 +165,8 @@ def list_leaves(leaves: list[Facts], spellings: dict[str, dict[str, str]], on: C
         if "value" in leaf:
             line = printable(f"{name}  = {leaf['value']!r}")
         else:
-            line = printable(f"{name}  {size(leaf['bytes']):>8}  {leaf['dtype']}{leaf['shape']}")
+            mark = f" {leaf['quantized']}" if "quantized" in leaf else ""
+            line = printable(f"{name}  {size(leaf['bytes']):>8}  {leaf['dtype']}{leaf['shape']}{mark}")
         on.print(Text(line), overflow="ignore", no_wrap=True, crop=False)
 
 

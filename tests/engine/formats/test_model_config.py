@@ -19,5 +19,5 @@ def test_infinity_is_read_as_python_writes_it(tmp_path):
 @pytest.mark.parametrize("text", ["{", "[]", "3"])
 def test_a_file_that_is_no_configuration_is_named(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(FormatError, match="config.json is not a configuration"):
+    with pytest.raises(FormatError, match=r"config\.json is not a configuration"):
         model_config(store_at(tmp_path))

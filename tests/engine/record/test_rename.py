@@ -27,8 +27,8 @@ def whole(array):
 
 
 def only(rules):
-    (stage,) = rules.stages
-    return stage.rules
+    ((stage,),) = (text.stages for text in rules.texts)
+    return stage
 
 
 def renamed(rules, leaves, plain=()):

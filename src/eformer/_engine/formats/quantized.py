@@ -16,16 +16,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.model_config import read_config
-from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.dtypes import dtype_from_name, floating_dtype
 from eformer._engine.record.names import readable
-from eformer._engine.record.text import few
-from eformer._engine.stores.base import Store
-from eformer.errors import FormatError, QuantizedError
+from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
+    from eformer._engine.stores.base import Store
 
 logger = logging.getLogger("eformer")
 
@@ -50,23 +49,24 @@ _LEAST_SHARE = 16  # integers that are at least 1/16 of all bytes are packed wei
 _PLAIN_BITS = 16
 _SCALES = ("float16", "bfloat16", "float32", "float64", "uint8", "float8_e8m0fnu", "float8_e4m3fn")
 
-# For each method: how names of weights end, how the names of their scales end instead, and the sizes of the weights'
-# elements in bytes.
-_PARTNERS: tuple[tuple[str, tuple[str, ...], tuple[int, ...]], ...] = (
-    (".weight", (".weight_scale_inv", ".weight_scale"), (1,)),  # fp8, nvfp4
-    (".weight", (".scale", ".scale_weight", ".qscale_weight"), (1,)),  # DeepSeek, ComfyUI, Mistral
-    (".weight", (".SCB", ".weight_scales"), (1,)),  # bitsandbytes, EETQ
-    (".weight", (".scales",), (1, 4)),  # int8, MLX
-    ("_blocks", ("_scales",), (1,)),  # mxfp4
-    (".weight_packed", (".weight_scale",), (1, 4)),  # compressed-tensors
-    (".qweight", (".scales", ".wscales"), (1, 2, 4)),  # GPTQ, AWQ, Nunchaku
-    (".q_weight", (".q_scale_max",), (4,)),  # EXL2
-    (".weight._data", (".weight._scale",), (1,)),  # quanto
-    (".weight:qdata", (".weight:scale",), (1, 4)),  # torchao
-    ("._weight_qdata", ("._weight_scale",), (1, 4)),  # torchao
-    (".W_q", (".scale", ".meta"), (1, 4)),  # HQQ
-    (".codes", (".codebooks",), (1, 2)),  # AQLM
-)  # fmt: skip
+# For each method: how names of weights end, how the names of their scales end instead, the sizes of the weights'
+# elements in bytes, and the name of the method.
+_PARTNERS: tuple[tuple[str, tuple[str, ...], tuple[int, ...], str], ...] = (
+    (".weight", (".weight_scale_inv", ".weight_scale"), (1,), "fp8"),  # and nvfp4
+    (".weight", (".scale", ".scale_weight", ".qscale_weight"), (1,), "fp8"),  # DeepSeek, ComfyUI, Mistral
+    (".weight", (".SCB",), (1,), "bitsandbytes"),
+    (".weight", (".weight_scales",), (1,), "eetq"),
+    (".weight", (".scales",), (1, 4), "int8 or mlx"),
+    ("_blocks", ("_scales",), (1,), "mxfp4"),
+    (".weight_packed", (".weight_scale",), (1, 4), "compressed-tensors"),
+    (".qweight", (".scales", ".wscales"), (1, 2, 4), "gptq, awq or nunchaku"),
+    (".q_weight", (".q_scale_max",), (4,), "exl2"),
+    (".weight._data", (".weight._scale",), (1,), "quanto"),
+    (".weight:qdata", (".weight:scale",), (1, 4), "torchao"),
+    ("._weight_qdata", ("._weight_scale",), (1, 4), "torchao"),
+    (".W_q", (".scale", ".meta"), (1, 4), "hqq"),
+    (".codes", (".codebooks",), (1, 2), "aqlm"),
+)
 # Scales beside leaves of any name, such as stacked experts. The leaves are 8-bit floats or int8; in a declared model
 # they may have the dtypes of masks as well.
 _ANY_PARTNERS = ("_scale_inv", "_scale", "_scales", "_weight_scale_inv", "_weight_scale", ".weight_scale")
@@ -74,35 +74,49 @@ _OTHER_SCALES = ("_weight_scale_2",)  # beside the scale of a leaf
 # Beside weights of bitsandbytes, which may have any dtype (`bnb_4bit_quant_storage`). No dense model has these names.
 _STATES = (".absmax", ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 _ENDS_OF_STATES = tuple(end.rpartition(".")[2] for end in _STATES)  # as escaped names end
-_WEIGHTS = (*dict.fromkeys(end for end, _, _ in _PARTNERS), "weight", "weights")
+_WEIGHTS = (*dict.fromkeys(end for end, *_ in _PARTNERS), "weight", "weights")
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A leaf of a checkpoint, and the tree that has it."""
+
+    tree: TreeEntry
+    name: str
+    entry: LeafEntry
+
+    @property
+    def dtype(self) -> str:
+        return self.entry.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The method by which a tree is quantised, and its quantised leaves: for each name, the dtype and the scales."""
+    """The method by which a tree is quantised, and its quantised leaves.
+
+    how      the method, in words
+    config   the declaration of the method; empty without one
+    leaves   for each quantised leaf, its dtype and its scales, in words
+    scales   for each quantised leaf with scales, the name of the scales after a dot
+    spelled  the leaves of the checkpoint by their readable names after a dot
+    """
 
     how: str
+    config: Mapping[str, Any]
+    tree: TreeEntry
     leaves: Mapping[str, str]
-
-    def refuse(self, path: str, names: Collection[str]) -> None:
-        """Raise a QuantizedError if one of these names is the name of a quantised leaf."""
-        taken = [f"{readable(name)}: {text}" for name, text in self.leaves.items() if name in names]
-        if taken:
-            leaves = "leaf is" if len(taken) == 1 else "leaves are"
-            raise QuantizedError(
-                f"{path} is quantised: {self.how}. {len(taken):,} {leaves} not the numbers of the model without their "
-                f"scales: {few(taken)}. Load the model that it was made from, or pass dequant=False (checkpoint.load, "
-                "checkpoint.convert) for the leaves as they are stored"
-            )
+    scales: Mapping[str, str]
+    spelled: Mapping[str, Beside]
 
 
-def check_dequant(dequant: object) -> None:
-    """Raise ValueError for an unknown value of the argument `dequant`."""
-    if dequant is not None and dequant is not False:
-        raise ValueError(
-            f"dequant={dequant!r}: expected False, to load quantised leaves as they are stored, or None, to refuse "
-            "them; quantised leaves cannot be loaded as numbers yet"
-        )
+def dtype_of_dequant(dequant: object) -> str | None:
+    """Return the dtype that the argument `dequant` asks for; None for its other values. Raise ValueError for an unknown
+    value."""
+    if dequant is None or dequant is False:
+        return None
+    if dequant is True:
+        raise ValueError('dequant=True: expected a floating dtype, such as "bf16", or False or None')
+    return floating_dtype(dequant)
 
 
 def quantization_of(
@@ -121,7 +135,7 @@ def quantization_of(
     scales = _scales_of(suspects, spelled)
     if not scales and not weights and not integers:
         return None
-    how = _declared([store, *also], tree.raw_metadata)
+    how, config = _declared([store, *also], tree.raw_metadata)
     if how is not None:
         scales = _scales_of(suspects, spelled, is_declared=True)
         are_scales = {*scales.values()} | {name for name in spelled if _is_scale(name, spelled)}
@@ -130,16 +144,19 @@ def quantization_of(
     chosen = [*scales, *lonely] if how is None else [*dict.fromkeys([*scales, *weights])] or integers
     if not chosen:
         return None
-    beside_them = {name: f", scales {spelled[dot].described} in {dot[1:]}" for name, dot in scales.items()}
+    beside_them = {
+        name: f", scales {spelled[dot].entry.described} in {dot[1:]}" for name, dot in scales.items()
+    }
     beside_them |= dict.fromkeys(lonely, ", whose scales are missing")
     described = {name: tree.leaves[name].described + beside_them.get(name, "") for name in chosen}
-    return Quantization(how or "weights of few bits beside their scales", described)
+    how = how or "weights of few bits beside their scales"
+    return Quantization(how, config, tree, described, scales, spelled)
 
 
 def dense_name(name: str) -> str:
     """Return the readable name that the weight of a quantised leaf has in the dense model."""
     dotted = f".{readable(name)}"  # if the caller took a root off, only the end of the name may be left
-    for end, _, _ in _PARTNERS:
+    for end, *_ in _PARTNERS:
         if dotted.endswith(end):
             dotted = dotted.removesuffix(end) + (".weight" if end.startswith(".") else "")
             break
@@ -160,13 +177,17 @@ def _suspects(leaves: Mapping[str, LeafEntry]) -> dict[str, LeafEntry]:
     }
 
 
-def _spelled(*trees: TreeEntry) -> dict[str, LeafEntry]:
+def _spelled(*trees: TreeEntry) -> dict[str, Beside]:
     """Return the leaves of trees by their readable names after a dot. Later trees win."""
-    return {f".{readable(name)}": entry for tree in trees for name, entry in tree.leaves.items()}
+    return {
+        f".{readable(name)}": Beside(tree, name, entry)
+        for tree in trees
+        for name, entry in tree.leaves.items()
+    }
 
 
 def _scales_of(
-    suspects: Mapping[str, LeafEntry], spelled: Mapping[str, LeafEntry], *, is_declared: bool = False
+    suspects: Mapping[str, LeafEntry], spelled: Mapping[str, Beside], *, is_declared: bool = False
 ) -> dict[str, str]:
     """Return for each leaf with scales beside it the name of the scales, after a dot."""
     found = {}
@@ -212,7 +233,7 @@ def _is_scale(name: str, spelled: Collection[str]) -> bool:
 
 def _candidates(name: str, dtype: str, *, is_declared: bool) -> Iterator[str]:
     itemsize = dtype_from_name(dtype).itemsize
-    for end, ends_of_scales, sizes in _PARTNERS:
+    for end, ends_of_scales, sizes, _ in _PARTNERS:
         if name.endswith(end) and itemsize in sizes:
             yield from (name.removesuffix(end) + scale for scale in ends_of_scales)
     yield from (name + end for end in _STATES)
@@ -223,15 +244,16 @@ def _candidates(name: str, dtype: str, *, is_declared: bool) -> Iterator[str]:
 # ------------------------------------------------------------------------------------- by configuration
 
 
-def _declared(stores: Sequence[Store], metadata: Mapping[str, Any]) -> str | None:
-    """Describe how the header or a configuration declares the model as quantised; None if it is not declared."""
+def _declared(stores: Sequence[Store], metadata: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
+    """Describe how the header or a configuration declares the model as quantised, and return the declaration; None and
+    an empty dict if it is not declared."""
     for origin, config in _configurations(stores, metadata):
         for part in _parts_of(config):
             for name in _DECLARATIONS:
                 found = part.get(name)
                 if isinstance(found, dict) and _is_declaration(found):
-                    return f"{_method(found)} ({origin})"
-    return None
+                    return f"{_described(found)} ({origin})", found
+    return None, {}
 
 
 def _is_declaration(config: Mapping[str, Any]) -> bool:
@@ -276,10 +298,23 @@ def _read_config(store: Store, file: str) -> dict[str, Any]:
         return {}
 
 
-def _method(config: Mapping[str, Any]) -> str:
+def declared_method(config: Mapping[str, Any]) -> Any:
+    """Return the name of the method in a declaration; None without one."""
+    return next(filter(None, map(config.get, _METHODS)), None)
+
+
+def method_of_name(name: str, scales: str) -> str:
+    """Name the method that gives a weight and its scales these names, both after a dot; "" for an unknown method."""
+    for end, ends_of_scales, _, method in _PARTNERS:
+        if name.endswith(end) and scales.endswith(ends_of_scales):
+            return method
+    return "bitsandbytes" if scales.endswith(_STATES) else ""
+
+
+def _described(config: Mapping[str, Any]) -> str:
     """Describe a declaration: its method, bits and blocks."""
     known = config.get
-    method = next(filter(None, map(known, _METHODS)), "an unnamed method")
+    method = declared_method(config) or "an unnamed method"
     bits = (
         known("bits")
         or known("w_bit")

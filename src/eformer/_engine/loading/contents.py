@@ -22,6 +22,7 @@ from eformer.errors import MismatchError, StructureError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
+    from eformer._engine.formats.dense import DenseTree
     from eformer._engine.record.lazy_arrays import LeafReader
     from eformer._engine.record.planned import LazyArray
     from eformer._engine.record.rename import Renamed, Rules
@@ -34,7 +35,7 @@ class Contents:
     arrays          the records of the arrays
     raw_values      the plain values, as JSON
     raw_structure   the structure, as the text of its JSON
-    computed        the arrays that rules compute from stored arrays
+    computed        the arrays that rules, or the scales of quantised weights, compute from stored arrays
     stored_names    the names in the structure, if they differ
     """
 
@@ -149,6 +150,20 @@ def _in_dicts(contents: Contents, names: Mapping[str, str]) -> Contents:
     return replace(_under(contents, final), raw_structure=msgspec.json.encode(structure))
 
 
+# ------------------------------------------------------------------------------------------- quantised
+
+
+def with_numbers(contents: Contents, tree: DenseTree) -> Contents:
+    """Return the contents of a tree whose quantised weights are read as numbers."""
+    arrays, computed = {}, {}
+    for name, array in tree.arrays.items():
+        arrays[name] = entry_of(array)
+        if not isinstance(array, StoredLeaf):
+            computed[name] = array
+    values = {tree.values[name]: value for name, value in contents.raw_values.items()}
+    return Contents(arrays, values, msgspec.json.encode(tree.structure), computed)
+
+
 # ---------------------------------------------------------------------------------------------- rename
 
 
@@ -170,7 +185,8 @@ def renamed(
 ) -> tuple[Contents, Renamed]:
     """Apply rules to the leaves; return the leaves in nested dicts by their new names, and the record of the rules."""
     stored = {
-        name: StoredLeaf(reader, name, entry, keeps_small=True) for name, entry in contents.arrays.items()
+        name: contents.computed.get(name) or StoredLeaf(reader, name, entry, keeps_small=True)
+        for name, entry in contents.arrays.items()
     }
     result = rules.apply(stored, list(contents.raw_values), model.config, model.shapes, model.dtypes)
     refuse_transformed_keys(result.arrays.values())

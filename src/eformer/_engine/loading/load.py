@@ -25,12 +25,14 @@ from eformer._engine.loading.request import LoadReport, PlacementRequest, Reques
 from eformer._engine.loading.select import as_scalar, compare
 from eformer._engine.loading.sources import (
     LoadSource,
-    TreeReader,
+    Readers,
     check_sha256,
     completed,
+    dequantized_names,
     given_by,
     name_by_order,
     origin_of,
+    read_as_numbers,
     read_computed,
     refuse_bare_leaf,
     refuse_kinds,
@@ -108,7 +110,7 @@ class _Arguments(LoadArguments, total=False):
     """The arguments of `load`, without the arguments that change the type of the result."""
 
     step: StepChoice
-    dequant: Literal[False] | None
+    dequant: Any
     duplicates: Literal["last"] | None
 
 
@@ -152,7 +154,7 @@ def load(
     progress: Progress = None,
     options: LoadOptions | Mapping[str, Any] = _DEFAULT,
     signed_by: Key | None = None,
-    dequant: Literal[False] | None = None,
+    dequant: Any = None,
     duplicates: Literal["last"] | None = None,
 ) -> Any:
     """Load the tree that was saved at `path`, bit for bit.
@@ -170,8 +172,9 @@ def load(
     prefix          the tree, if the checkpoint has several
     duplicates      "last" takes a leaf that several checkpoints of a list have from the last of them;
                     None refuses it
-    dequant         False loads the leaves of a quantised model of another program as they are stored;
-                    None refuses them with a `QuantizedError`
+    dequant         a floating dtype, such as "bf16": the weights of a quantised model as numbers; False
+                    loads its leaves as they are stored. None takes the dtypes of `like`, if it has the
+                    weights as floating arrays, and otherwise raises a `QuantizedError`
     signed_by       a public key, as the path of a PEM file or its content: every byte is checked against
                     the signature of its owner before it is used, see `sign`
 
@@ -365,12 +368,12 @@ class Load:
                 self.place(sources, contents, selection)
             arrays = self.fetch(sources)
             for source in sources:
-                if source.reader:
-                    source.reader.require_unchanged()
+                source.readers.require_unchanged()
         with gc_paused():
             tree = self.rebuild(contents, selection, arrays)
         dropped = dict.fromkeys(name for source in sources for name in source.dropped)
-        report = replace(selection.report(dropped), origin=origin_of(sources, self.request.rename))
+        report = selection.report(dropped, dequantized_names(sources))
+        report = replace(report, origin=origin_of(sources, self.request.rename))
         return LoadedTree(tree, sources[0].entry, report)
 
     def find(self, found: Found, stack: ExitStack) -> LoadSource:
@@ -379,19 +382,20 @@ class Load:
         request = self.request
         found = request.whole_of(found) if request.whole_of else found
         with reading(found):
-            # Rules and SHA-256 need all extents now. Otherwise `place` reads only the process records that it needs.
-            needs_all = request.rename is not None or request.sha256 is not None
+            # Rules, scales and SHA-256 need all extents now. Otherwise `place` reads only the process records that it
+            # needs.
+            needs_all = request.rename is not None or request.sha256 is not None or bool(request.dequant)
             entry = found.tree(request.prefix) if needs_all else found.listed(request.prefix)
             paths = found.left_out(request.prefix)
-            source = LoadSource(
-                found, entry, Contents(entry.leaves, entry.raw_values, bytes(entry.structure))
-            )
+            contents = Contents(entry.leaves, entry.raw_values, bytes(entry.structure))
+            source = LoadSource(found, entry, contents, Readers(found, verify=request.verify))
         if found.foreign.refused and not request.partial:
             refuse_kinds(found, request.keys)
         if paths:
             logger.warning("%s: not read, and may hold leaves: %s", found.path, few(paths))
-        if request.rename is not None:
-            source.reader = stack.enter_context(closing(TreeReader(found, entry, verify=request.verify)))
+        stack.enter_context(closing(source.readers))
+        if request.dequant is not False:
+            read_as_numbers(source, request, self.like)
         return source
 
     def rename(self, sources: Sequence[LoadSource]) -> None:
@@ -417,7 +421,7 @@ class Load:
             refuse_bare_leaf(sources)
         given = [names] if is_one else given_by(sources, names, request, like)
         for source, own in zip(sources, given, strict=True):
-            if source.found.foreign.find_quantized and request.dequant is None:
+            if request.dequant is not False:
                 refuse_quantized(source, own, names, request, like)
         selection = compare(contents, names, request, like)
         if like is None and request.keys is None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from eformer._engine.formats.quantized import check_dequant
+from eformer._engine.formats.quantized import dtype_of_dequant
 from eformer._engine.record.dtypes import floating_dtype
 from eformer._engine.record.options import LoadOptions
 from eformer._engine.record.text import count, few, glance
@@ -100,7 +100,7 @@ class Request:
     progress: Progress = None
     options: LoadOptions = _DEFAULT
     signed_by: PublicKey | None = None
-    dequant: Literal[False] | None = None
+    dequant: Any = None
     duplicates: Literal["last"] | None = None
     like_name: str = "like"
     timeout_of: str = "LoadOptions"
@@ -114,8 +114,7 @@ class Request:
     whole_of: Callable[[Found], Found] | None = None
 
     def __post_init__(self) -> None:
-        if self.dequant is not None:
-            check_dequant(self.dequant)
+        dtype_of_dequant(self.dequant)
         if self.duplicates not in (None, "last"):
             raise ValueError(f"duplicates={self.duplicates!r}: expected 'last', or None, which refuses them")
         if self.is_list and self.step is not None:
@@ -161,9 +160,13 @@ class LoadReport:
 
     loaded      leaves from the checkpoint
     kept        leaves from `like`, because the checkpoint lacks them
-    left_out    leaves of the checkpoint that `like` lacks, or that a rule leaves out
+    left_out    leaves of the checkpoint that `like` lacks, or that a rule leaves out, and scales of activations beside
+                quantised weights
     resized     loaded leaves that `resize` brought to the shape in `like`
     code        functions from `like`, because a checkpoint does not hold functions
+    dequantized
+                loaded leaves that are quantised in the checkpoint, and were read as numbers
+    dequant     the dtypes of these numbers
     origin      the checkpoints and the rules that the tree was made by, for `save(origin=)` and `Run(origin=)`
 
     Example:
@@ -178,6 +181,8 @@ class LoadReport:
     left_out: tuple[str, ...] = ()
     resized: tuple[str, ...] = ()
     code: tuple[str, ...] = ()
+    dequantized: tuple[str, ...] = ()
+    dequant: tuple[str, ...] = ()
     origin: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __repr__(self) -> str:
@@ -186,6 +191,7 @@ class LoadReport:
     def __str__(self) -> str:
         others = {
             "of them resized": self.resized,
+            f"of them dequantised to {' and '.join(self.dequant)}": self.dequantized,
             "kept as they were": self.kept,
             "of the checkpoint left out": self.left_out,
             "left to the code": self.code,

@@ -100,14 +100,17 @@ class Selection:
     code: Mapping[str, Any] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
 
-    def report(self, dropped: Iterable[str]) -> LoadReport:
-        """Return the report of the load. Rules have `dropped` leaves before the selection."""
+    def report(self, dropped: Iterable[str], numbers: Mapping[str, str]) -> LoadReport:
+        """Return the report of the load. Rules have `dropped` leaves before the selection; `numbers` are the dtypes of
+        leaves that were read as numbers from quantised weights."""
         return LoadReport(
             loaded=(*(target.name for target in self.targets), *self.values),
             kept=tuple(self.kept),
             left_out=(*self.left_out, *dropped),
             resized=tuple(target.name for target in self.targets if target.resize),
             code=tuple(self.code),
+            dequantized=tuple(numbers),
+            dequant=tuple(dict.fromkeys(numbers.values())),
         )
 
 
@@ -166,12 +169,12 @@ def _without(mapping: Mapping[str, T], names: Collection[str]) -> Mapping[str, T
 def _cast_of(request: Request) -> _Cast:
     """Return a function that returns, for a leaf of `like`, the dtype to cast a floating array to; None for no cast."""
     if request.casts_like:
-        return _floating_dtype_of
+        return floating_dtype_of
     cast = request.cast
     return lambda _: cast
 
 
-def _floating_dtype_of(leaf: Any) -> str | None:
+def floating_dtype_of(leaf: Any) -> str | None:
     """Return the name of the leaf's dtype if it is floating; None for other dtypes and for leaves without a dtype."""
     dtype = _dtype_name(leaf.dtype) if _has_shape(leaf) else ""
     return dtype if is_floating(dtype) else None

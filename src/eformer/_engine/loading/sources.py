@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,16 +19,18 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from eformer._engine.formats.dense import dense_tree, refuse_problems, refuse_raw
 from eformer._engine.formats.find import reading
 from eformer._engine.formats.process_records import ListedLeaf
-from eformer._engine.formats.quantized import dense_name
-from eformer._engine.loading.contents import NOTHING, below, named_like, renamed
+from eformer._engine.formats.quantized import dense_name, dtype_of_dequant, quantization_of
+from eformer._engine.loading.contents import NOTHING, below, named_like, renamed, with_numbers
 from eformer._engine.loading.fetch import aligned, fetch
 from eformer._engine.loading.read import nbytes_read, require_unchanged
 from eformer._engine.loading.read_plan import Want, plan_reads
 from eformer._engine.loading.rules import PartitionSpec
-from eformer._engine.loading.select import is_scalar, kind_of_dtype, kind_of_number
+from eformer._engine.loading.select import floating_dtype_of, is_scalar, kind_of_dtype, kind_of_number
 from eformer._engine.record.boxes import Box
+from eformer._engine.record.dequantized import dequantized_in
 from eformer._engine.record.digests import sha256_of
 from eformer._engine.record.dtypes import dtype_from_name, is_floating, raw_pieces
 from eformer._engine.record.lazy_arrays import Rearranged, stored_leaves
@@ -43,8 +45,10 @@ from eformer.errors import CorruptionError, FormatError, MismatchError, Structur
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+    from eformer._engine.formats.dense import DenseTree
     from eformer._engine.formats.found import Found
     from eformer._engine.formats.process_records import ListedTree
+    from eformer._engine.formats.quantized import Quantization
     from eformer._engine.loading.contents import Contents
     from eformer._engine.loading.request import Request
     from eformer._engine.loading.select import LeafTarget
@@ -75,17 +79,21 @@ class LoadSource:
 
     entry      the record of its tree
     contents   its leaves, under the names that the load uses
-    reader     reads stored leaves for the leaves that rules compute
-    dropped    names of leaves that rules drop
+    readers    read stored leaves for the leaves that rules and scales compute
+    dropped    names of leaves that rules drop, or that a dense model does not have
     targets    the leaves that the load takes from this checkpoint
+    quantized  how the tree is quantised; None if it is not, or if nobody has looked
+    numbers    the tree with its quantised weights as numbers, if the load reads it so
     """
 
     found: Found
     entry: TreeEntry
     contents: Contents
-    reader: TreeReader | None = None
+    readers: Readers
     dropped: Sequence[str] = ()
     targets: list[LeafTarget] = field(default_factory=list)
+    quantized: Quantization | None = None
+    numbers: DenseTree | None = None
 
     def nbytes(self) -> int:
         """Return the number of bytes that the load reads."""
@@ -148,15 +156,14 @@ def rename_leaves(sources: Sequence[LoadSource], rules: Rules) -> None:
 
 def _rename(source: LoadSource, rules: Rules, *, is_alone: bool) -> Renamed:
     """Apply the rules to the leaves of a checkpoint. An error names the checkpoint if it is one of several."""
-    assert source.reader
     try:
-        source.contents, result = renamed(source.contents, rules, source.reader)
+        source.contents, result = renamed(source.contents, rules, source.readers.of(source.entry))
     except MismatchError as error:
         if is_alone:
             raise
         stacks = _MERGE_FIRST if rules.stacks else ""
         raise MismatchError(error.problems, f"rename, {source.found.path}", stacks) from error
-    source.dropped = result.left_out
+    source.dropped = (*source.dropped, *result.left_out)
     return result
 
 
@@ -228,20 +235,88 @@ def _parts_of(name: str, source: LoadSource) -> str:
 # ---------------------------------------------------------------------------------- quantised leaves
 
 
+def look_for_quantized(source: LoadSource, request: Request) -> None:
+    """Find out how the tree is quantised. Leaves that eformer saved count only if `dequant` asks for numbers."""
+    find_quantized = source.found.foreign.find_quantized
+    if find_quantized is None and request.dequant:
+        find_quantized = partial(quantization_of, source.found.store)
+    if find_quantized is not None and source.quantized is None and request.dequant is not False:
+        with reading(source.found):
+            source.quantized = find_quantized(source.entry)
+
+
+def read_as_numbers(source: LoadSource, request: Request, like: Leaves | None) -> None:
+    """Take the quantised weights as numbers, if `dequant` asks for them, or if `like` has all of them as numbers."""
+    if request.dequant is None and like is None:
+        return
+    look_for_quantized(source, request)
+    if (found := source.quantized) is None:
+        return
+    wanted, dtypes = dtype_of_dequant(request.dequant), None
+    with reading(source.found):
+        tree = dense_tree(found, wanted or "float32", source.readers.of)
+        if wanted is None:
+            dtypes = None if tree.problems else _dtypes_in(like or {}, source, tree, request)
+            if dtypes is None:
+                return
+            tree = tree.cast(dtypes)
+    source.numbers, source.dropped = tree, tree.left_out
+    source.contents = with_numbers(source.contents, tree)
+
+
+def _dtypes_in(like: Leaves, source: LoadSource, tree: DenseTree, request: Request) -> dict[str, str] | None:
+    """Return the dtypes that `like` has for the weights of the dense tree; None if it does not have them as floating
+    arrays."""
+    contents: Contents | None = with_numbers(source.contents, tree)
+    with suppress(MismatchError):  # the rules may be for the stored leaves
+        if request.root is not None and contents:
+            contents = below(contents, request.root)
+        if request.rename is not None and contents:
+            contents, _ = renamed(contents, request.rename, source.readers.of(source.entry))
+        contents = named_like(contents or NOTHING, like)
+        chosen = contents.select(request.keys)
+        return _agreed(like, {n: contents.computed[n] for n in chosen if n in contents.computed}, request)
+    return None
+
+
+def _agreed(like: Leaves, computed: Mapping[str, LazyArray], request: Request) -> dict[str, str] | None:
+    dtypes: dict[str, str] = {}
+    for name, array in computed.items():
+        dtype = floating_dtype_of(like.get(name))
+        if dtype is None and (name in like or not request.partial):
+            return None
+        if dtype is not None:
+            dtypes |= {inner.dense_name: dtype for inner in dequantized_in(array)}
+    return dtypes or None
+
+
+def dequantized_names(sources: Sequence[LoadSource]) -> dict[str, str]:
+    """Return the dtypes of the loaded leaves that were read as numbers from quantised weights."""
+    found = {}
+    for source in sources:
+        computed = source.contents.computed if source.numbers else {}
+        for target in source.targets:
+            if target.name in computed and dequantized_in(computed[target.name]):
+                found[target.name] = computed[target.name].dtype.name
+    return found
+
+
 def refuse_quantized(
     source: LoadSource, names: Collection[str], given: Collection[str], request: Request, like: Leaves | None
 ) -> None:
     """Refuse quantised leaves among `names`. `given` are the leaves of all checkpoints of the load."""
-    with reading(source.found):
-        find_quantized = source.found.foreign.find_quantized
-        quantized = find_quantized(source.entry) if find_quantized else None
-    if quantized is None:
+    look_for_quantized(source, request)
+    if (quantized := source.quantized) is None:
         return
     if request.partial and like is not None:
         names = _not_left_out(names, given, like, has_rules=request.rename is not None)
     taken = {id(stored) for name in names for stored in source.contents.stored(name)}
-    leaves = source.entry.leaves
-    quantized.refuse(source.found.path, {name for name in quantized.leaves if id(leaves[name]) in taken})
+    leaves, path = source.entry.leaves, source.found.path
+    if source.numbers is None:
+        refuse_raw(quantized, path, {name for name in quantized.leaves if id(leaves[name]) in taken})
+    else:
+        problems = source.numbers.problems
+        refuse_problems(quantized, path, {n: why for n, why in problems.items() if id(leaves[n]) in taken})
 
 
 def _not_left_out(
@@ -267,13 +342,18 @@ class TreeReader:
         self.lock = Lock()
 
     def read(self, name: str, entry: LeafEntry, box: Box, threads: int | None = None) -> Array:
-        wants = [Want(name, entry, entry.dtype, [box])]
-        reads = plan_reads(wants, self.tree)
-        path_to = self.found.store.path_to
-        ((array,),) = fetch(
-            reads, wants, self.tree, self.files(), threads or 1, verify=self.verify, path_to=path_to
-        )
+        ((array,),) = self._fetch([Want(name, entry, entry.dtype, [box])], threads or 1)
         return array
+
+    def read_all(self, names: Sequence[str]) -> dict[str, Array]:
+        """Read whole leaves together."""
+        wants = [Want(name, entry := self.tree.leaves[name], entry.dtype) for name in names]
+        arrays = self._fetch(wants, self.found.store.read_threads)
+        return {name: array for name, (array,) in zip(names, arrays, strict=True)}
+
+    def _fetch(self, wants: Sequence[Want], threads: int) -> Sequence[Sequence[Array]]:
+        reads, path_to = plan_reads(wants, self.tree), self.found.store.path_to
+        return fetch(reads, wants, self.tree, self.files(), threads, verify=self.verify, path_to=path_to)
 
     def files(self) -> Files:
         with self.lock:
@@ -289,6 +369,28 @@ class TreeReader:
     def close(self) -> None:
         if self.opened:
             self.opened.close()
+
+
+class Readers:
+    """Readers of the trees of one checkpoint, made when they are first needed."""
+
+    def __init__(self, found: Found, *, verify: bool) -> None:
+        self.found, self.verify = found, verify
+        self.made: dict[int, TreeReader] = {}
+
+    def of(self, tree: TreeEntry) -> TreeReader:
+        """Return the reader of a tree."""
+        if id(tree) not in self.made:
+            self.made[id(tree)] = TreeReader(self.found, tree, verify=self.verify)
+        return self.made[id(tree)]
+
+    def require_unchanged(self) -> None:
+        for reader in self.made.values():
+            reader.require_unchanged()
+
+    def close(self) -> None:
+        for reader in self.made.values():
+            reader.close()
 
 
 def check_sha256(found: Found, tree: TreeEntry, expected: Mapping[str, str], threads: int | None) -> None:

@@ -106,6 +106,11 @@ class Part:
     chosen: Mapping[str, int] = field(default_factory=dict)
 
     @property
+    def is_all(self) -> bool:
+        """Tell whether the part is its only source, as it is."""
+        return self.layout.is_identity and not self.chosen
+
+    @property
     def is_last(self) -> bool:
         """Tell whether the chosen indices are the last, so that no other array follows in the sources."""
         sizes = {d.name: d.size for axis in self.layout.source for d in axis.digits}
@@ -119,17 +124,23 @@ class Rearranged(LazyArray):
     drops its decoded chunks when the next one is read.
     """
 
-    def __init__(self, parts: Sequence[Part], shape: Sequence[int], dtype: np.dtype[Any] | None = None) -> None:
+    def __init__(self, parts: Sequence[Part], shape: Sequence[int]) -> None:
         self.parts = parts
-        first = parts[0]
-        one = next(iter(first.sources.values()))
-        self.shape, self.dtype = tuple(shape), one.dtype if dtype is None else dtype
-        self.in_order = len(parts) == 1 and one.in_order and first.layout.is_in_order(first.chosen)
-        self.slow_axis = first.layout.slow_axis(one.slow_axis)
-        self._latest = one
+        self._latest = next(iter(parts[0].sources.values()))
+        self.shape, self.dtype = tuple(shape), self._latest.dtype
+        self.is_changed = self._latest.is_changed
 
     @property
-    def inners(self) -> list[LazyArray]:
+    def in_order(self) -> bool:  # type: ignore[override]
+        first = self.parts[0]
+        return len(self.parts) == 1 and self._latest.in_order and first.layout.is_in_order(first.chosen)
+
+    @property
+    def slow_axis(self) -> int:  # type: ignore[override]
+        return self.parts[0].layout.slow_axis(self._latest.slow_axis)
+
+    @property
+    def inners(self) -> list[LazyArray]:  # type: ignore[override]
         return [part.sources[index] for part in self.parts for index in sorted(part.sources)]
 
     @property
@@ -223,12 +234,10 @@ class Computed(LazyArray):
 
     def __init__(self, inner: LazyArray, dtype: np.dtype[Any], verb: str = "", number: float = 0) -> None:
         self.inner, self.verb, self.number = inner, verb, np.float32(number)
+        self.inners = [inner]
         self.shape, self.dtype = inner.shape, dtype
+        self.is_changed = bool(verb) or inner.is_changed
         self.in_order, self.slow_axis = inner.in_order, inner.slow_axis
-
-    @property
-    def inners(self) -> list[LazyArray]:
-        return [self.inner]
 
     def read(self, box: Box) -> Array:
         elements = self.inner.read(box)
@@ -246,11 +255,9 @@ class Resized(LazyArray):
 
     def __init__(self, inner: LazyArray, shape: Sequence[int]) -> None:
         self.inner, self.shape, self.dtype = inner, tuple(shape), inner.dtype
+        self.inners = [inner]
+        self.is_changed = inner.is_changed
         self.in_order, self.slow_axis = inner.in_order, inner.slow_axis
-
-    @property
-    def inners(self) -> list[LazyArray]:
-        return [self.inner]
 
     def read(self, box: Box) -> Array:
         there = box.overlap(Box.whole(self.inner.shape))

@@ -19,6 +19,7 @@ from eformer._engine.record.boxes import Box
 from eformer._engine.record.check import check_leaf, check_tree, is_plain
 from eformer._engine.record.digests import NO_DIGEST, check_own_digest, stamp_digest, xxh3_64_number
 from eformer._engine.record.display import Shown, TreeSummary
+from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.fingerprints import fingerprint_of_value, recorded_fingerprint
 from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.names import Spellings, ambiguous, with_nearest
@@ -225,15 +226,20 @@ class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self.leaves.values())
 
-    def lines(self) -> list[LeafLine]:
-        """Return one line for each leaf, for display."""
-        arrays = [LeafLine(name, printable(e.described), e.nbytes) for name, e in self.leaves.items()]
+    def lines(self, marks: Mapping[str, str] | None = None) -> list[LeafLine]:
+        """Return one line for each leaf, for display. `marks` are texts to show beside some leaves."""
+        marks = marks or {}
+        arrays = [
+            LeafLine(name, printable(f"{entry.described} {marks.get(name, '')}".rstrip()), entry.nbytes)
+            for name, entry in self.leaves.items()
+        ]
         return arrays + [LeafLine(name, value_text(value)) for name, value in self.raw_values.items()]
 
-    def summary(self, prefix: str = "") -> TreeSummary:
-        """Summarize the tree for display. A damaged entry is in the summary; it does not raise."""
+    def summary(self, prefix: str = "", marks: Mapping[str, str] | None = None) -> TreeSummary:
+        """Summarize the tree for display, with `marks` beside some leaves. A damaged entry is in the summary; it does
+        not raise."""
         try:
-            entries, lines = self.leaves.values(), self.lines()
+            entries, lines = self.leaves.values(), self.lines(marks)
         except FormatError as error:
             return TreeSummary(prefix, self.written_by, self.saved_at, problem=str(error))
         dtypes = Counter[str]()
@@ -269,6 +275,19 @@ def boxed_tree(tree: TreeEntry, leaves: dict[str, LeafEntry], **changes: Any) ->
     """Return the tree with other leaves, which may lack boxes, and other `changes`."""
     fields = {name: getattr(tree, name) for name in TreeEntry.__struct_fields__}
     return BoxedTree(**fields | changes, boxed=leaves)
+
+
+def with_entries(tree: TreeEntry, entries: Mapping[str, LeafEntry]) -> BoxedTree:
+    """Return the tree with other leaves, for display: a leaf that is not stored counts with the bytes in memory."""
+    sized = {
+        name: entry if entry.extents else msgspec.structs.replace(entry, extents=(_in_memory(entry),))
+        for name, entry in entries.items()
+    }
+    return boxed_tree(tree, sized)
+
+
+def _in_memory(entry: LeafEntry) -> Extent:
+    return Extent(0, 0, math.prod(entry.shape) * dtype_from_name(entry.dtype).itemsize, "")
 
 
 def foreign_tree(

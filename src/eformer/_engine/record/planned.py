@@ -37,7 +37,8 @@ class LazyArray:
 
     `in_order` tells whether reading a box of rows reads no more than the bytes of that box. `slow_axis` is the axis to
     split the array along, so that reading all boxes reads little more than the array once. `inners` are the arrays that
-    it is computed from. `keeps_dtype` tells that a rule has given it its dtype, which no `dtype=` changes.
+    it is computed from. `keeps_dtype` tells that a rule has given it its dtype, which no `dtype=` changes,
+    `is_changed` that its values are computed.
     """
 
     shape: tuple[int, ...]
@@ -45,10 +46,8 @@ class LazyArray:
     in_order: bool
     slow_axis: int = 0
     keeps_dtype: bool = False
-
-    @property
-    def inners(self) -> Sequence[LazyArray]:
-        return ()
+    is_changed: bool = False
+    inners: Sequence[LazyArray] = ()
 
     def read(self, box: Box) -> np.ndarray[Any, Any]:
         """Read one box."""

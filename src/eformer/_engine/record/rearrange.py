@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from eformer._engine.record.planned import LazyArray
     from eformer._engine.record.templates import Bound
 
-Shapes = "Mapping[str, tuple[int, ...]]"
-
 
 class Pair(NamedTuple):
     """A block of a source and the block of a target that it goes to.
@@ -48,23 +47,47 @@ class Pair(NamedTuple):
     chosen: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Solved:
+    """The axes and sizes of sources of one shape and dtype."""
+
+    axes: tuple[Axis, ...]
+    sizes: Sizes
+    dtype: np.dtype[Any]
+
+
 class Member(NamedTuple):
     """A leaf on its way into a target."""
 
     name: str
     array: LazyArray
-    sizes: Sizes
-    axes: tuple[Axis, ...]
+    solved: Solved
+
+
+Members = dict[tuple[int, ...], Member]
+"""Sources by their indices on the numbered axes."""
 
 
 @dataclass(slots=True)
 class Target:
-    """A leaf to be made: its rule, and its sources by pair and index on the numbered axes."""
+    """A leaf to be made: its rule, the number of its name in the rule, and its sources by the number of the pair."""
 
     rule: ReadyRule
     leaf: int
     bound: Bound
-    members: dict[int, dict[tuple[int, ...], Member]] = field(default_factory=dict)
+    members: dict[int, Members] = field(default_factory=dict)
+
+    @property
+    def first(self) -> Member:
+        return next(iter(next(iter(self.members.values())).values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The shape of a target, and the layouts of its sources by the number of the pair. Targets alike share it."""
+
+    shape: tuple[int, ...]
+    layouts: Mapping[int, Layout]
 
 
 class ReadyRule:
@@ -77,9 +100,10 @@ class ReadyRule:
         self.sources, self.targets = (right, left) if back else (left, right)
         self.tied = Template(rule.left[0].tied, self.known) if rule.left and rule.left[0].tied else None
         self.pairs = list(self._pairs()) if self.sources and self.targets else []
+        self.pairs_of = [[(n, p) for n, p in enumerate(self.pairs) if p.source == i] for i in range(len(self.sources))]
         self.pads = {s.axis: s for s in rule.steps if s.verb == "pad"}
-        self.has_axes = any(t.leaf.axes is not None for t in self.targets)
-        self.solved: dict[tuple[object, ...], Sizes | str] = {}
+        self.solved: dict[tuple[object, ...], Solved | str] = {}
+        self.plans: dict[tuple[object, ...], Plan] = {}
 
     def _pairs(self) -> Iterator[Pair]:
         left, right = [t.leaf for t in self.sources], [t.leaf for t in self.targets]
@@ -92,13 +116,31 @@ class ReadyRule:
     def where(self) -> str:
         return self.rule.where
 
+    @cached_property
+    def described(self) -> str:
+        """Describe the change of a leaf: its axes before and behind, and the steps."""
+        leaves = (self.sources[0].leaf, self.targets[0].leaf)
+        sides = [" ".join(map(str, leaf.axes)) for leaf in leaves if leaf.axes is not None]
+        moved = [f"[{sides[0]}] to [{sides[1]}]"] if sides and sides[0] != sides[1] else []
+        steps = [f"{step} undone" for step in self.rule.steps[::-1]] if self.back else map(str, self.rule.steps)
+        return ", ".join([*moved, *steps])
+
     @property
-    def keeps_arrays(self) -> bool:
-        """Tell whether the arrays stay as they are, under other names."""
-        if self.rule.steps or len(self.pairs) != 1:
+    def moves_nothing(self) -> bool:
+        """Tell whether all elements stay in their places."""
+        if len(self.pairs) != 1:
             return False
         (pair,) = self.pairs
         return not pair.numbered and not pair.chosen and self.sources[0].leaf.axes == self.targets[0].leaf.axes
+
+
+def _kind_of(members: Members) -> tuple[object, ...]:
+    """Return everything that the layout of some sources depends on."""
+    if len(members) == 1:
+        ((index, member),) = members.items()
+        return index, id(member.solved)
+    indices = zip(*members, strict=True)
+    return len(members), tuple(map(max, indices)), *sorted({id(member.solved) for member in members.values()})
 
 
 def _expanded(axes: Sequence[Axis], ndim: int) -> tuple[Axis, ...]:
@@ -128,41 +170,46 @@ class Assembly:
         self.numbers, self.lines, self.shapes = numbers, lines, shapes
         self.targets: dict[str, Target] = {}
         self.problems: dict[str, None] = {}
-        self._layouts: dict[tuple[object, ...], Layout] = {}
-        self._undone: dict[int, LazyArray] = {}
 
     # ----------------------------------------------------------------------------------- take leaves
 
     def add(self, ready: ReadyRule, number: int, bound: Bound, name: str, array: LazyArray) -> None:
         """Take a leaf that matches a source of a rule."""
-        if ready.back:
+        if ready.back and ready.rule.steps:
             array = self._without_steps(ready, name, array)
-        axes = _expanded(ready.sources[number].leaf.axes or (REST,), len(array.shape))
-        sizes = self._sizes(ready, number, axes, bound, name, array)
-        if isinstance(sizes, str):
-            self.problems[sizes] = None
+        solved = self._solve(ready, number, bound, name, array)
+        if isinstance(solved, str):
+            self.problems[solved] = None
             return
-        member = Member(name, array, sizes, axes)
-        for pair_number, pair in enumerate(ready.pairs):
-            if pair.source == number:
-                self._add_pair(ready, pair_number, bound, member)
+        member = Member(name, array, solved)
+        for pair_number, pair in ready.pairs_of[number]:
+            index = tuple([bound[axis] for axis in pair.numbered])
+            for whole in self._chosen(pair, bound, solved.sizes):
+                self._put(ready, pair_number, whole, index, member)
 
-    def _add_pair(self, ready: ReadyRule, number: int, bound: Bound, member: Member) -> None:
-        pair = ready.pairs[number]
-        index = tuple(bound[name] for name in pair.numbered)
-        template = ready.targets[pair.target]
-        for chosen in itertools.product(*(range(member.sizes[name]) for name in pair.chosen)):
-            whole = bound | dict(zip(pair.chosen, chosen, strict=True)) if chosen else bound
-            new = template.fill(whole)
-            target = self.targets.get(new)
-            if target is None:
-                target = self.targets[new] = Target(ready, pair.target, whole)
-            elif target.rule is not ready:
-                self.problems[f"{new}: written by {target.rule.where} and by {ready.where}"] = None
-                continue
-            there = target.members.setdefault(number, {}).setdefault(index, member)
-            if there is not member:
-                self.problems[f"{new}: {ready.where} makes it of {there.name} and of {member.name}"] = None
+    @staticmethod
+    def _chosen(pair: Pair, bound: Bound, sizes: Sizes) -> Iterator[Bound]:
+        """Yield what is bound, with each of the indices that a target is chosen by."""
+        if not pair.chosen:
+            yield bound
+            return
+        for index in itertools.product(*(range(sizes[axis]) for axis in pair.chosen)):
+            yield {**bound, **dict(zip(pair.chosen, index, strict=True))}
+
+    def _put(self, ready: ReadyRule, number: int, bound: Bound, index: tuple[int, ...], member: Member) -> None:
+        leaf = ready.pairs[number].target
+        new = ready.targets[leaf].fill(bound)
+        target = self.targets.get(new)
+        if target is None:
+            target = self.targets[new] = Target(ready, leaf, bound)
+        elif target.rule is not ready:
+            self.problems[f"{new}: written by {target.rule.where} and by {ready.where}"] = None
+            return
+        members = target.members.get(number)
+        if members is None:
+            target.members[number] = {index: member}
+        elif (there := members.setdefault(index, member)) is not member:
+            self.problems[f"{new}: {ready.where} makes it of {there.name} and of {member.name}"] = None
 
     def add_constants(self, ready: ReadyRule) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the names and shapes of the constant leaves of a rule."""
@@ -172,7 +219,7 @@ class Assembly:
 
     def _counted(self, ready: ReadyRule, template: Template) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the names and shapes of constant leaves by the numbers of their axes."""
-        sizes = ready.known.sizes | {hole.key: hole.size for hole in template.holes if hole.size is not None}
+        sizes = ready.known.sizes | template.counts()
         axes = template.leaf.axes or ()
         names = template.leaf.named()
         missing = [n for n in (*names, *(n for axis in axes for n in all_names(axis))) if n not in sizes]
@@ -185,18 +232,19 @@ class Assembly:
 
     # ----------------------------------------------------------------------------------------- sizes
 
-    def _sizes(
-        self, ready: ReadyRule, number: int, axes: Sequence[Axis], bound: Bound, name: str, array: LazyArray
-    ) -> Sizes | str:
-        """Return the sizes of the axes of a leaf, or the problem with them. Leaves of one shape share them."""
+    def _solve(self, ready: ReadyRule, number: int, bound: Bound, name: str, array: LazyArray) -> Solved | str:
+        """Return the sizes of the axes of a leaf, or the problem with them. Leaves alike share them."""
         wanted = self._wanted(ready, bound) if self.shapes else ()
-        key = (number, array.shape, wanted)
-        if key not in ready.solved:
+        key = (number, array.shape, array.dtype, wanted)
+        found = ready.solved.get(key)
+        if found is None:
+            axes = _expanded(ready.sources[number].leaf.axes or (REST,), len(array.shape))
             try:
-                ready.solved[key] = self._solved(ready, axes, array.shape, wanted, name)
+                found = Solved(axes, self._solved(ready, axes, array.shape, wanted, name), array.dtype)
             except FormatError as error:
-                ready.solved[key] = f"{ready.where}: {error}"
-        return ready.solved[key]
+                found = f"{ready.where}: {error}"
+            ready.solved[key] = found
+        return found
 
     def _wanted(self, ready: ReadyRule, bound: Bound) -> tuple[tuple[int, ...] | None, ...]:
         """Return the shapes of the targets of a leaf, as far as they are known."""
@@ -281,84 +329,75 @@ class Assembly:
 
     def _made(self, name: str, target: Target) -> LazyArray:
         ready = target.rule
-        members = [member for some in target.members.values() for member in some.values()]
-        first = members[0]
-        if len(members) == 1 and len(ready.pairs) == 1 and ready.pairs[0].chosen == () and not ready.pairs[0].numbered and ready.sources[0].leaf.axes == ready.targets[0].leaf.axes:
-            return first.array
-        kinds = {str(member.array.dtype): member.name for member in members}
-        if len(kinds) > 1:
-            listed = " and ".join(f"{dtype} ({leaf})" for dtype, leaf in sorted(kinds.items())[:4])
-            raise FormatError(f"{name}, by {ready.where}: its sources must have one dtype, found {listed}")
-        sizes = self._merged(name, target, members)
-        axes = _expanded(ready.targets[target.leaf].leaf.axes or (REST,), self._ndim(ready, target, first))
-        self._require_all(name, target, sizes, axes)
-        shape = tuple(size_of(axis, sizes) for axis in axes)
-        return self._rearranged(target, sizes, axes, shape)
+        if ready.moves_nothing:
+            return target.first.array
+        key = (target.leaf, *((n, *_kind_of(members)) for n, members in target.members.items()))
+        plan = ready.plans.get(key)
+        if plan is None:
+            plan = ready.plans[key] = self._planned(name, target)
+        parts = []
+        for number, members in target.members.items():
+            chosen = {axis: target.bound[axis] for axis in ready.pairs[number].chosen}
+            sources = {index: member.array for index, member in members.items()}
+            parts.append(Part(plan.layouts[number], sources, chosen))
+        if len(parts) == 1 and parts[0].is_all:
+            return target.first.array
+        return Rearranged(parts, plan.shape)
 
-    def _rearranged(self, target: Target, sizes: Sizes, axes: Sequence[Axis], shape: Sequence[int]) -> LazyArray:
-        ready, parts = target.rule, []
-        for number, some in target.members.items():
-            pair = ready.pairs[number]
-            member = next(iter(some.values()))
-            key = (id(ready), number, len(member.axes), *(sizes[n] for axis in (*member.axes, *axes) for n in all_names(axis)))
-            layout = self._layouts.get(key)
-            if layout is None:
-                source = [lattice(axis, pair.source_block, sizes) for axis in member.axes]
-                there = [lattice(axis, pair.target_block, sizes) for axis in axes]
-                layout = self._layouts[key] = Layout(tuple(source), tuple(there), pair.numbered)
-            chosen = {axis: target.bound[axis] for axis in pair.chosen}
-            parts.append(Part(layout, {index: m.array for index, m in some.items()}, chosen))
-        if len(parts) == 1 and layout.is_identity and not parts[0].chosen:
-            return next(iter(parts[0].sources.values()))
-        return Rearranged(parts, shape)
-
-    def _ndim(self, ready: ReadyRule, target: Target, member: Member) -> int:
-        """Return the number of axes of a target, whose `...` are those of its sources."""
+    def _planned(self, name: str, target: Target) -> Plan:
+        ready = target.rule
+        some = [next(iter(members.values())) for members in target.members.values()]
+        sizes = self._merged(name, target)
         leaf = ready.targets[target.leaf].leaf
-        rest = sum(isinstance(axis, str) and axis.startswith(REST) for axis in member.axes)
-        return len(leaf.axes or (REST,)) + (rest - 1 if REST in (leaf.axes or (REST,)) else 0)
+        rest = sum(isinstance(axis, str) and axis.startswith(REST) for axis in some[0].solved.axes)
+        axes = _expanded(leaf.axes or (REST,), len(leaf.axes or (REST,)) + (rest - 1 if REST in (leaf.axes or (REST,)) else 0))
+        self._require_all(name, target, sizes, axes)
+        layouts = {}
+        for number, member in zip(target.members, some, strict=True):
+            pair = ready.pairs[number]
+            source = tuple(lattice(axis, pair.source_block, sizes) for axis in member.solved.axes)
+            there = tuple(lattice(axis, pair.target_block, sizes) for axis in axes)
+            layouts[number] = Layout(source, there, pair.numbered)
+        return Plan(tuple(size_of(axis, sizes) for axis in axes), layouts)
 
-    def _merged(self, name: str, target: Target, members: Sequence[Member]) -> Sizes:
+    def _merged(self, name: str, target: Target) -> Sizes:
         """Return the sizes of all axes of a target, with the numbers of its sources."""
+        every = [member for members in target.members.values() for member in members.values()]
+        kinds = {member.solved.dtype: member.name for member in every}
+        by = f"{name}, by {target.rule.where}"
+        if len(kinds) > 1:
+            listed = " and ".join(sorted(f"{dtype} ({leaf})" for dtype, leaf in kinds.items())[:4])
+            raise FormatError(f"{by}: its sources must have one dtype, found {listed}")
         sizes: Sizes = {}
-        seen: dict[int, None] = {}
-        for member in members:
-            if id(member.sizes) in seen:
-                continue
-            seen[id(member.sizes)] = None
-            for axis, size in member.sizes.items():
+        origin: dict[str, Member] = {}
+        for member in {id(member.solved): member for member in every}.values():
+            for axis, size in member.solved.sizes.items():
+                first = origin.setdefault(axis, member)
                 if sizes.setdefault(axis, size) != size:
-                    first = next(m for m in members if m.sizes.get(axis) == sizes[axis])
                     raise FormatError(
-                        f"{name}, by {target.rule.where}: {axis} is {sizes[axis]} in {first.name} "
-                        f"{list(first.array.shape)} and {size} in {member.name} {list(member.array.shape)}"
+                        f"{by}: {axis} is {sizes[axis]} in {first.name} {list(first.array.shape)}, and {size} in "
+                        f"{member.name} {list(member.array.shape)}"
                     )
-        for number, some in target.members.items():
+        for number, members in target.members.items():
             for position, axis in enumerate(target.rule.pairs[number].numbered):
-                counted = max(index[position] for index in some) + 1
-                words = target.rule.known.sizes.get(axis, 0) if axis in self._words(target.rule) else 0
-                sizes[axis] = max(counted, words)
+                counted = max(index[position] for index in members) + 1
+                sizes[axis] = max(counted, target.rule.known.words.get(axis, 0))
         return sizes
 
-    @staticmethod
-    def _words(ready: ReadyRule) -> set[str]:
-        return {hole.key for t in (*ready.sources, *ready.targets) for hole in t.holes if hasattr(hole, "numbers")}
-
     def _require_all(self, name: str, target: Target, sizes: Sizes, axes: Sequence[Axis]) -> None:
-        """Raise FormatError if a source of a target is missing."""
+        """Raise FormatError if a source of a target is missing, or the size of an axis is unknown."""
         ready = target.rule
         shown = f"{name} [{' '.join(map(str, ready.targets[target.leaf].leaf.axes or ()))}], by {ready.where}"
         for number, pair in enumerate(ready.pairs):
             if pair.target != target.leaf:
                 continue
-            some = target.members.get(number, {})
-            if not some and len(ready.pairs) > 1 or math.prod(sizes[axis] for axis in pair.numbered if axis in sizes) != len(some):
+            members = target.members.get(number, {})
+            if not members or math.prod(sizes[axis] for axis in pair.numbered) != len(members):
                 every = itertools.product(*(range(sizes.get(axis, 1)) for axis in pair.numbered))
-                index = next(index for index in every if index not in some)
-                at = ", ".join(f"{axis}={i}" for axis, i in zip(pair.numbered, index, strict=True))
-                bound = target.bound | dict(zip(pair.numbered, index, strict=True))
-                missing = ready.sources[pair.source].fill(bound)
-                raise FormatError(f"{shown}: no source{f' for {at}' if at else ''} ({missing} is missing)")
+                index = dict(zip(pair.numbered, next(i for i in every if i not in members), strict=True))
+                at = f" for {', '.join(f'{axis}={i}' for axis, i in index.items())}" if index else ""
+                missing = ready.sources[pair.source].fill({**target.bound, **index})
+                raise FormatError(f"{shown}: no source{at} ({missing} is missing)")
         if unknown := sorted({n for axis in axes for n in all_names(axis) if n not in sizes}):
             raise FormatError(f"{shown}: the size of {' and '.join(unknown)} is unknown; pass config= or like=")
 

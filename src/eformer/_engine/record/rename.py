@@ -8,6 +8,7 @@ Tests: tests/engine/record/test_rename.py, tests/engine/record/test_rename_axes.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -20,7 +21,7 @@ import numpy as np
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.dtypes import dtype_from_name, floating_dtype, is_floating, name_of_dtype
 from eformer._engine.record.expressions import Expression, Numbers
-from eformer._engine.record.lazy_arrays import Computed, Constant, StoredLeaf, stored_leaves
+from eformer._engine.record.lazy_arrays import Computed, Constant, stored_leaves
 from eformer._engine.record.names import nearest, readable
 from eformer._engine.record.notation import AxisRule, is_notation, parse_let, parse_rule, without_comment
 from eformer._engine.record.rearrange import Assembly, ReadyRule, fits
@@ -34,6 +35,7 @@ from eformer._engine.record.regex_rules import (
     sides_of,
     stack,
 )
+from eformer._engine.record.rule_books import find_book, is_layout
 from eformer._engine.record.templates import Template, outline_of
 from eformer.errors import FormatError, MismatchError
 
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from eformer._engine.record.planned import LazyArray
+    from eformer._engine.record.rule_books import Book
     from eformer._engine.record.templates import Bound
 
 _Pair = tuple[str, str | None]
@@ -51,11 +54,23 @@ RenameRules = str | os.PathLike[str] | Mapping[str, str | None] | Iterable[str |
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """Rules that see the same names, in their order. Where they are `complete`, every leaf must match one."""
+class RuleText:
+    """Parsed rules of one text: stages, whose rules see the same names, and the names of numbers with their lines.
 
-    rules: tuple[RegexRule | AxisRule, ...]
-    is_complete: bool = False
+    `book` is the shipped book that the text is, in which every leaf must match a rule of one stage.
+    """
+
+    stages: tuple[tuple[RegexRule | AxisRule, ...], ...]
+    lets: Mapping[str, Expression] = field(default_factory=dict)
+    lines: Mapping[str, str] = field(default_factory=dict)
+    book: Book | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BookName:
+    """The name of a layout, whose book depends on the model."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,26 +135,43 @@ def _difference(one: LazyArray, other: LazyArray) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Parsed rules: stages, the names of numbers with their lines, and the direction."""
+    """Rules of one text or several, and the direction. Each text sees the names that the text before has made."""
 
-    stages: tuple[Stage, ...]
-    lets: Mapping[str, Expression] = field(default_factory=dict)
-    lines: Mapping[str, str] = field(default_factory=dict)
+    texts: tuple[RuleText | BookName, ...] = ()
     back: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.stages)
+        return bool(self.texts)
 
     @property
     def stacks(self) -> bool:
         """Tell whether rules may join leaves."""
-        return any(not isinstance(rule, RegexRule) or rule.stack for stage in self.stages for rule in stage.rules)
+        return any(not isinstance(rule, RegexRule) or rule.stack for rule in self._all())
+
+    def _all(self) -> Iterator[RegexRule | AxisRule]:
+        for text in self.texts:
+            for stage in text.stages if isinstance(text, RuleText) else ():
+                yield from stage
+
+    def of_model(self, numbers: Mapping[str, Any]) -> Rules:
+        """Return the rules with the books for a model in the place of names of layouts."""
+        kind = numbers.get("model_type")
+        kind = kind if isinstance(kind, str) else None
+        texts = (parse_book(text.name, kind) if isinstance(text, BookName) else text for text in self.texts)
+        return replace(self, texts=tuple(texts))
+
+    @property
+    def books(self) -> list[Book]:
+        return [text.book for text in self.texts if isinstance(text, RuleText) and text.book]
 
     def matches(self, name: str) -> bool:
         """Tell whether a rule of the first stage may match a name."""
-        stage = (self.stages[::-1] if self.back else self.stages)[0]
-        known = _Known(Numbers(self.lets, {}), self.lines, {}, {}, self.back)
-        return any(way.matches(name) for way in _Renaming(stage, known, is_last=False).ways)
+        known = _Known(self.back)
+        (text, *_) = self.texts[::-1] if self.back else self.texts
+        if isinstance(text, BookName):
+            return True
+        stage = text.stages[-1 if self.back else 0]
+        return any(way.matches(name) for way in _Renaming(stage, text, known, is_last=False).ways)
 
     def apply(
         self,
@@ -155,11 +187,22 @@ class Rules:
         shapes     the shapes of the new leaves, as far as they are known: of `like`
         dtypes     their dtypes, for leaves whose values change
         """
-        known = _Known(Numbers(self.lets, numbers or {}), self.lines, shapes or {}, dtypes or {}, self.back)
+        known = _Known(self.back, numbers or {}, shapes or {}, dtypes or {})
         renamed = Renamed(dict(arrays), plain={name: name for name in plain})
-        stages = self.stages[::-1] if self.back else self.stages
-        for number, stage in enumerate(stages):
-            renamed = _joined(renamed, _Renaming(stage, known, is_last=number == len(stages) - 1), number == 0)
+        kept = dict.fromkeys([*arrays, *plain], "")
+        texts = self.of_model(known.config).texts
+        for text in texts[::-1] if self.back else texts:
+            assert isinstance(text, RuleText)
+            own = dict.fromkeys([*renamed.arrays, *renamed.plain.values()], "")
+            for stage in text.stages[::-1] if self.back else text.stages:
+                is_last = text is texts[0 if self.back else -1] and stage is text.stages[0 if self.back else -1]
+                renaming = _Renaming(stage, text, known, is_last=is_last)
+                renamed = _joined(renamed, renaming.apply(renamed.arrays, dict.fromkeys(renamed.plain.values())))
+                own, kept = renaming.still_kept(own), renaming.still_kept(kept)
+            if text.book and own:
+                unmatched = [f"{name}: no rule of {text.book.name} matches{hint}" for name, hint in own.items()]
+                raise MismatchError(unmatched, context="rename")
+        renamed.kept = [f"{name}{hint}" for name, hint in kept.items()]
         _set_dtypes(renamed, known)
         return renamed
 
@@ -168,134 +211,129 @@ class Rules:
 class _Known:
     """Facts for all stages."""
 
-    numbers: Numbers
-    lines: Mapping[str, str]
-    shapes: Mapping[str, tuple[int, ...]]
-    dtypes: Mapping[str, str]
-    back: bool
+    back: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    dtypes: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def is_tied(self) -> bool:
-        config = self.numbers.config
-        texts = config.get("text_config")
-        return any(bool(c.get("tie_word_embeddings")) for c in (config, texts) if isinstance(c, Mapping))
+    def in_config(self, *keys: str) -> Any:
+        """Return the first of these keys in config.json, or in its text_config."""
+        parts = (self.config, self.config.get("text_config"))
+        return next((p[key] for p in parts if isinstance(p, Mapping) for key in keys if p.get(key)), None)
 
 
 def rules_from(given: RenameRules, *, back: bool = False) -> Rules:
-    """Parse rules in any form that a caller may pass. A string is a path, unless it contains a line break or an
-    arrow."""
+    """Parse rules in any form that a caller may pass. A string without line breaks and arrows is the name of a book if
+    there is one, else a path."""
     if callable(given):
         raise TypeError("rename= is a function; expected rules: pairs of a pattern and a new name, or a file")
-    parser = _Parser()
     if isinstance(given, (str, os.PathLike)):
-        parser.add_text(*_text_of(given))
-    else:
-        items = list(given.items() if isinstance(given, Mapping) else given)
-        parser.add_items(items)
-        if not items:
-            return Rules(())
-    return replace(parser.finish(), back=back)
+        return Rules((_named(given),), back)
+    items: list[Any] = [*given.items()] if isinstance(given, Mapping) else [*given]
+    return Rules(tuple(_texts(items)), back)
 
 
 def parse_rules(text: str, origin: str) -> Rules:
     """Parse the rules of a file. A single error lists all lines that are not rules."""
-    parser = _Parser()
-    parser.add_text(text, origin)
-    return parser.finish()
+    return Rules((_parsed(text.splitlines(), origin, ""),))
 
 
-def _is_text(given: object) -> bool:
-    return isinstance(given, str) and ("\n" in given or "->" in given)
+def parse_book(name: str, model_type: str | None = None) -> RuleText:
+    """Parse a shipped book: "FAMILY/LAYOUT", or the LAYOUT of a model type."""
+    book = find_book(name, model_type)
+    return replace(_parsed(book.text.splitlines(), book.name, f"{book.name}, "), book=book)
 
 
-def _text_of(given: str | os.PathLike[str]) -> tuple[str, str]:
-    """Return the text of rules, and its name for messages."""
-    if isinstance(given, str) and _is_text(given):
-        return given, "rename"
+def _is_text(given: str) -> bool:
+    return "\n" in given or "->" in given
+
+
+def _text_of(path: str | os.PathLike[str]) -> str:
     try:
-        return Path(given).expanduser().read_text(encoding="utf-8-sig"), os.fspath(given)
+        return Path(path).expanduser().read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise FormatError(f"{os.fspath(given)} is not a text file of rules: {error}") from error
+        raise FormatError(f"{os.fspath(path)} is not a text file of rules: {error}") from error
 
 
-class _Parser:
-    """Collect the stages of texts and lines, with all their problems."""
+def _texts(items: Sequence[Any]) -> Iterator[RuleText | BookName]:
+    """Yield the texts among the items of a list. Lines in a row are one text."""
+    for is_line, group in itertools.groupby(items, _is_line):
+        if is_line:
+            yield _parsed(list(group), "rename", "")
+        else:
+            yield from (_named(item, in_list=True) for item in group)
 
-    def __init__(self) -> None:
-        self.stages: list[list[RegexRule | AxisRule]] = [[]]
-        self.lets: dict[str, Expression] = {}
-        self.lines: dict[str, str] = {}
-        self.problems: list[str] = []
-        self.origins: list[str] = []
 
-    def add_text(self, text: str, origin: str) -> None:
-        self.add_lines(text.splitlines(), origin)
+def _is_line(item: object) -> bool:
+    """Tell whether an item of a list is a line or a pair, and not a text, a file or a book."""
+    if not isinstance(item, str):
+        return not isinstance(item, os.PathLike)
+    words = item.strip()
+    return "\n" not in item and ("->" in item or not words or words.startswith(("#", "---")) or "=" in item)
 
-    def add_items(self, items: Sequence[Any]) -> None:
-        """Add the items of a list. Lines in a row are one stage; each file or text is a stage of its own."""
-        lines: list[Any] = []
-        for item in items:
-            if isinstance(item, os.PathLike) or (isinstance(item, str) and self._is_file_or_text(item)):
-                self.add_lines(lines, "rename")
-                self.stages.append([])
-                self.add_text(*_text_of(item))
-                self.stages.append([])
-                lines = []
-            else:
-                lines.append(item)
-        self.add_lines(lines, "rename")
 
-    @staticmethod
-    def _is_file_or_text(item: str) -> bool:
-        is_line = "->" in item or item.startswith("---") or not without_comment(item) or "=" in item
-        return "\n" in item or (not is_line and Path(item).expanduser().is_file())
+def _named(item: str | os.PathLike[str], *, in_list: bool = False) -> RuleText | BookName:
+    """Return the rules of a text, a file or a book."""
+    if isinstance(item, str) and _is_text(item):
+        return _parsed(item.splitlines(), "rename", "")
+    if isinstance(item, str) and is_layout(item):
+        return parse_book(item) if "/" in item else BookName(item)
+    try:
+        text = _text_of(item)
+    except FileNotFoundError:
+        if isinstance(item, str) and not Path(item).suffix:
+            return parse_book(item)  # which names the books near by
+        raise
+    return _parsed(text.splitlines(), os.fspath(item), f"{os.fspath(item)}, " if in_list else "")
 
-    def add_lines(self, lines: Iterable[object], origin: str) -> None:
-        if lines:
-            self.origins.append(origin)
-        several = len(self.origins) > 1
-        for number, given in enumerate(lines, 1):
-            where = f"{origin}, line {number}" if several else f"line {number}"
-            try:
-                self.add_line(where, given)
-            except (FormatError, re.error) as error:
-                shown = given.strip() if isinstance(given, str) else str(given)
-                self.problems.append(f"{where}, {shown[:100]}: {error}")
 
-    def add_line(self, where: str, given: object) -> None:
-        if isinstance(given, str):
-            if given.startswith("---"):
-                self.stages.append([])
-                return
-            line = without_comment(given)
-            if not line or given.lstrip().startswith("#"):
-                return
-            if let := parse_let(line):
-                self.lets[let[0]] = let[1]
-                self.lines[let[0]] = where
-                return
-            if is_notation(line):
-                self.stages[-1].append(parse_rule(where, line))
-                return
-        self.stages[-1].append(self._rule(where, given))
+def _parsed(lines: Sequence[object], origin: str, prefix: str) -> RuleText:
+    """Parse lines; `prefix` stands before their numbers in messages."""
+    stages: list[list[RegexRule | AxisRule]] = [[]]
+    lets: dict[str, Expression] = {}
+    places: dict[str, str] = {}
+    problems = []
+    for number, given in enumerate(lines, 1):
+        where = f"{prefix}line {number}"
+        try:
+            found = _line(where, given)
+        except (FormatError, re.error) as error:
+            shown = given.strip() if isinstance(given, str) else str(given)
+            problems.append(f"{where}, {shown[:100]}: {error}")
+            continue
+        if isinstance(found, tuple):
+            lets[found[0]], places[found[0]] = found[1], where
+        elif found == _STAGE:
+            stages.append([])
+        elif not isinstance(found, str):
+            stages[-1].append(found)
+    if problems:
+        raise FormatError("\n  ".join([f"{origin} cannot be read as rules:", *problems]))
+    if not any(stages):
+        raise ValueError(f"{origin} has no rules; write one on each line: PATTERN -> NAME")
+    return RuleText(tuple(tuple(rules) for rules in stages if rules), lets, places)
 
-    @staticmethod
-    def _rule(where: str, given: Any) -> RegexRule | AxisRule:
-        pattern, name = sides_of(given)
-        if isinstance(pattern, str) and isinstance(name, (str, type(None))) and not isinstance(given, str):
-            line = f"{pattern} -> {name or ''}".strip()
-            if is_notation(line):
-                return parse_rule(where, line)
-        return parse_regex_rule(where, pattern, name)
 
-    def finish(self) -> Rules:
-        origin = self.origins[0] if len(self.origins) == 1 else "rename"
-        if self.problems:
-            raise FormatError("\n  ".join([f"{origin} cannot be read as rules:", *self.problems]))
-        stages = tuple(Stage(tuple(rules)) for rules in self.stages if rules)
-        if not stages:
-            raise ValueError(f"{origin} has no rules; write one on each line: PATTERN -> NAME")
-        return Rules(stages, self.lets, self.lines)
+_STAGE = "---"
+
+
+def _line(where: str, given: Any) -> RegexRule | AxisRule | tuple[str, Expression] | str:
+    """Parse a line or a pair: a rule, a number with its name, or the text of a line between stages or of no rule."""
+    if isinstance(given, str):
+        line = without_comment(given)
+        if not line or given.startswith(_STAGE):
+            return _STAGE if given.startswith(_STAGE) else ""
+        if let := parse_let(line):
+            return let
+        if is_notation(line):
+            return parse_rule(where, line)
+        return parse_regex_rule(where, *sides_of(given))
+    pattern, name = sides_of(given)
+    if isinstance(pattern, str) and isinstance(name, (str, type(None))):
+        line = f"{pattern} -> {name or ''}".strip()
+        if is_notation(line):
+            return parse_rule(where, line)
+    return parse_regex_rule(where, pattern, name)
 
 
 # ------------------------------------------------------------------------------------------ applying
@@ -319,20 +357,25 @@ class _Way:
 class _Renaming:
     """The state of one stage while it walks the leaves."""
 
-    def __init__(self, stage: Stage, known: _Known, *, is_last: bool) -> None:
+    def __init__(
+        self, stage: Sequence[RegexRule | AxisRule], text: RuleText, known: _Known, *, is_last: bool
+    ) -> None:
         self.stage, self.known, self.is_last = stage, known, is_last
+        self.is_book = text.book is not None
+        self.numbers = Numbers(text.lets, known.config)
+        self.kept: dict[str, str] = {}
         self.renamed = Renamed()
         self.problems: list[str] = []
         self.used: set[str] = set()
         self.stacks: dict[str, list[Stacking]] = {}
         self.taken: set[str] = set()
-        self.assembly = Assembly(known.numbers, known.lines, known.shapes if is_last else {})
+        self.assembly = Assembly(self.numbers, text.lines, known.shapes if is_last else {})
         self.ways = list(self._ways())
         self._by_outline: dict[str, list[_Way]] = {}
 
     def _ways(self) -> Iterator[_Way]:
         """Yield the ways in which names can match, in the order of the rules."""
-        for rule in self.stage.rules:
+        for rule in self.stage:
             if isinstance(rule, RegexRule):
                 yield _Way(rule)
                 continue
@@ -342,10 +385,10 @@ class _Renaming:
                 self.problems.append(f"{rule.where}: {error}")
 
     def _ways_of(self, rule: AxisRule) -> Iterator[_Way]:
-        if rule.condition and not self.known.numbers.get(rule.condition):
+        if rule.condition and not self.numbers.get(rule.condition):
             self.used.add(rule.where)
             return
-        ready = ReadyRule(rule, self.known.numbers, back=self.known.back)
+        ready = ReadyRule(rule, self.numbers, back=self.known.back)
         for number, template in enumerate(ready.sources):
             yield _Way(ready, template, number)
         if ready.tied and not self.known.back:
@@ -365,7 +408,7 @@ class _Renaming:
     # -------------------------------------------------------------------------------------- leaves
 
     def apply(self, arrays: Mapping[str, LazyArray], plain: Iterable[str]) -> Renamed:
-        self.arrays = arrays
+        self.arrays = arrays  # to look for leaves that others stand for
         for name, array in arrays.items():
             self.add_leaf(name, array)
         for name in plain:
@@ -391,10 +434,7 @@ class _Renaming:
                         near = near or way.rule
                     elif self.take(way, name, bound, array):
                         return
-        if self.stage.is_complete:
-            self.problems.append(f"{name}: no rule matches{_near_miss(near, array)}")
-            return
-        self.renamed.kept.append(name)
+        self.kept[name] = _near_miss(near, array)
         self.add(name, name, array)
 
     def take_by_regex(self, rule: RegexRule | ReadyRule, name: str, text: str, array: LazyArray | None) -> bool:
@@ -437,7 +477,7 @@ class _Renaming:
             self.problems.append(
                 f"{ready.where} has -> and cannot be read from right to left; write <->, or leave it out of the way back"
             )
-        elif array is None or ready.keeps_arrays:
+        elif array is None or (ready.moves_nothing and not ready.rule.steps):
             self.add(ready.targets[0].fill(bound), name, array)
         else:
             self.assembly.add(ready, way.number, bound, name, array)
@@ -455,7 +495,7 @@ class _Renaming:
         self.used.add(ready.where)
         step = ready.rule.steps[0]
         assert step.number
-        number = self.known.numbers.require(step.number)
+        number = self.numbers.require(step.number)
         for name, shape in self.assembly.add_constants(ready):
             dtype = dtype_from_name(self.known.dtypes.get(name, "float32"))
             casts = [dtype_from_name(s.dtype) for s in ready.rule.steps if s.verb == "cast"]
@@ -472,11 +512,10 @@ class _Renaming:
     def add_targets(self) -> None:
         for name, target, array in self.assembly.make():
             ready = target.rule
-            first = next(iter(next(iter(target.members.values())).values()))
-            if ready.tied and self.known.back and self.known.is_tied:
-                self.renamed.tied.append(Tied(first.name, array, ready.tied.fill(target.bound)))
+            if ready.tied and self.known.back and self.known.in_config("tie_word_embeddings"):
+                self.renamed.tied.append(Tied(target.first.name, array, ready.tied.fill(target.bound)))
             else:
-                self.add(name, first.name, array, _described(ready))
+                self.add(name, target.first.name, array, ready.described)
 
     def add(self, new: str, old: str, array: LazyArray | None, transform: str = "") -> None:
         renamed = self.renamed
@@ -494,15 +533,17 @@ class _Renaming:
         """Add the nearest leaf to each unused rule, and the rule to that leaf."""
         renamed = self.renamed
         near: dict[str, RegexRule | AxisRule] = {}
-        for rule in () if self.stage.is_complete else self.stage.rules:
+        for rule in () if self.is_book else self.stage:
             if rule.where not in self.used:
-                name = nearest(rule.literal, renamed.kept)
+                name = nearest(rule.literal, self.kept)
                 renamed.unused_rules[rule.where] = f"{rule} (nearest is {name!r})" if name else str(rule)
                 if name:
                     near.setdefault(name, rule)
-        renamed.kept = [
-            f"{name} (nearest is {near[name]})" if name in near else name for name in renamed.kept
-        ]
+        self.kept |= {name: f" (nearest is {rule})" for name, rule in near.items() if not self.kept[name]}
+
+    def still_kept(self, names: Mapping[str, str]) -> dict[str, str]:
+        """Return the names that this stage keeps, too, with its hints."""
+        return {name: self.kept[name] or hint for name, hint in names.items() if name in self.kept}
 
 
 def _near_miss(near: RegexRule | ReadyRule | None, array: LazyArray | None) -> str:
@@ -514,31 +555,16 @@ def _near_miss(near: RegexRule | ReadyRule | None, array: LazyArray | None) -> s
     return f" ({near.where} would, but has {number} and the leaf has {len(array.shape)}: {list(array.shape)})"
 
 
-def _described(ready: ReadyRule) -> str:
-    """Describe the change of a leaf: its axes before and behind, and the steps."""
-    sides = [" ".join(map(str, t.leaf.axes)) for t in (ready.sources[0], ready.targets[0]) if t.leaf.axes is not None]
-    steps = ready.rule.steps[::-1] if ready.back else ready.rule.steps
-    undone = "undone " if ready.back else ""
-    moved = [f"[{sides[0]}] to [{sides[1]}]"] if sides and sides[0] != sides[1] else []
-    return ", ".join([*moved, *(f"{undone}{step}" for step in steps)])
-
-
-def _joined(before: Renamed, renaming: _Renaming, is_first: bool) -> Renamed:
-    """Apply one more stage to renamed leaves, and join the records of both."""
-    after = renaming.apply(before.arrays, dict.fromkeys(before.plain.values()))
-    if is_first:
-        return after
-    plain = {old: after.plain[new] for old, new in before.plain.items() if new in after.plain}
-    kept = {text.split(" ")[0]: text for text in before.kept}
+def _joined(before: Renamed, after: Renamed) -> Renamed:
+    """Join the records of two stages."""
     return Renamed(
         after.arrays,
         {name: text or before.transforms.get(name, "") for name, text in after.transforms.items()},
-        plain,
-        [kept[name] for text in after.kept if (name := text.split(" ")[0]) in kept],
-        [*before.left_out, *after.left_out],
-        before.unused_rules | after.unused_rules,
-        [*before.tied, *after.tied],
-        [*before.notes, *after.notes],
+        {old: after.plain[new] for old, new in before.plain.items() if new in after.plain},
+        left_out=[*before.left_out, *after.left_out],
+        unused_rules=before.unused_rules | after.unused_rules,
+        tied=[*before.tied, *after.tied],
+        notes=[*before.notes, *after.notes],
     )
 
 
@@ -547,12 +573,10 @@ def _joined(before: Renamed, renaming: _Renaming, is_first: bool) -> Renamed:
 
 def _set_dtypes(renamed: Renamed, known: _Known) -> None:
     """Give leaves with changed values the dtype of `like`; on the way back, give it to all floating leaves."""
-    config = known.numbers.config
-    texts = config.get("text_config")
-    named = [c.get(key) for c in (config, texts) if isinstance(c, Mapping) for key in ("dtype", "torch_dtype")]
-    default = next((name for name in named if isinstance(name, str)), None) if known.back else None
+    named = known.in_config("dtype", "torch_dtype") if known.back else None
+    default = named if isinstance(named, str) else None
     for name, array in renamed.arrays.items():
-        is_changed = _has_arithmetic(array)
+        is_changed = array.is_changed
         wanted = known.dtypes.get(name) or default
         if not wanted or not (is_changed or known.back) or not is_floating(name_of_dtype(array.dtype)):
             continue
@@ -563,16 +587,6 @@ def _set_dtypes(renamed: Renamed, known: _Known) -> None:
                 renamed.notes.append(
                     f"{name}: computed in float32, stored as {dtype.name}; the way back is not exact"
                 )
-
-
-def _has_arithmetic(array: LazyArray) -> bool:
-    while not isinstance(array, StoredLeaf):
-        if isinstance(array, Computed) and array.verb:
-            return True
-        if not array.inners:
-            return False
-        array = array.inners[0]
-    return False
 
 
 def refuse_transformed_keys(arrays: Iterable[LazyArray]) -> None:

@@ -41,6 +41,7 @@ class KnownSizes:
     """The sizes of axes that a rule has before it sees an array.
 
     sizes    by axis: the number of its words, the number of its line, or its limit
+    words    of these, the numbers of words
     radix    as `sizes`, without limits: how far the number in a name rises by the axis before
     """
 
@@ -52,7 +53,8 @@ class KnownSizes:
             if name in numbers.lets and (value := numbers.named(name)) is not None:
                 self.radix[name] = self.natural(value, name)
         words = (part for leaf in leaves for part in leaf.parts if isinstance(part, Words))
-        self.radix |= {part.axis: len(part.words) for part in words}
+        self.words = {part.axis: len(part.words) for part in words}
+        self.radix |= self.words
         limits = {digit.axis: digit.limit for digit in _digits_of(rule) if digit.limit}
         self.sizes = self.radix | {axis: self.number(limit) for axis, limit in limits.items()}
 
@@ -76,15 +78,11 @@ class Template:
 
     def __init__(self, leaf: Leaf, known: KnownSizes) -> None:
         self.leaf = leaf
-        self.holes = [_Hole(part, known) for part in leaf.parts if not isinstance(part, str)]
-        patterns = [_pattern(part) for part in leaf.parts]
-        self.regex = re.compile("".join(patterns), re.DOTALL)
-        self.outline = re.compile("".join(_outline(part) for part in leaf.parts), re.DOTALL)
-        holes = iter(self.holes)
-        self.pieces = [part if isinstance(part, str) else next(holes) for part in leaf.parts]
-        first, last = leaf.parts[0], leaf.parts[-1]
-        self.begin = outline_of(first) if isinstance(first, str) else ""
-        self.end = outline_of(last) if isinstance(last, str) else ""
+        self.holes = {n: _hole(part, known) for n, part in enumerate(leaf.parts) if not isinstance(part, str)}
+        self.texts = [part if isinstance(part, str) else "" for part in leaf.parts]
+        self.regex = re.compile("".join(map(_pattern, leaf.parts)), re.DOTALL)
+        self.outline = re.compile("".join(map(_outline, leaf.parts)), re.DOTALL)
+        self.begin, self.end = outline_of(self.texts[0]), outline_of(self.texts[-1])
 
     def may_match(self, outline: str) -> bool:
         """Tell whether names of this outline may match."""
@@ -100,14 +98,22 @@ class Template:
         if match is None:
             return None
         bound: Bound = {}
-        for hole, text in zip(self.holes, match.groups(), strict=True):
+        for hole, text in zip(self.holes.values(), match.groups(), strict=True):
             if not hole.read(text, bound):
                 return None
         return bound
 
     def fill(self, bound: Mapping[str, Any]) -> str:
         """Return the name with these indices and texts."""
-        return "".join(piece if isinstance(piece, str) else piece.write(bound) for piece in self.pieces)
+        parts = self.texts.copy()
+        for number, hole in self.holes.items():
+            parts[number] = hole.write(bound)
+        return "".join(parts)
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of indices of each placeholder that has an end."""
+        ends = {hole.key: hole.count for hole in self.holes.values()}
+        return {key: count for key, count in ends.items() if count is not None}
 
 
 def _pattern(part: Part) -> str:
@@ -125,64 +131,97 @@ def _outline(part: Part) -> str:
 
 
 class _Hole:
-    """A placeholder: reads its text into indices, and writes it."""
+    """A placeholder: reads its text into a bound value, and writes it."""
 
-    def __init__(self, part: Part, known: KnownSizes) -> None:
-        assert not isinstance(part, str)
-        self.part = part
-        self.start, self.stop = 0, None
-        self.digits: list[tuple[str, int, int | None, bool]] = []  # name, radix, limit, whether the limit is the index
-        if isinstance(part, Text):
-            self.key = f"*{part.name}"
-        elif isinstance(part, Words):
-            self.key, self.numbers = part.axis, {word: n for n, word in enumerate(part.words)}
-        else:
-            self.start = known.number(part.start) if part.start else 0
-            self.stop = known.number(part.stop) if part.stop else None
-            for number, digit in enumerate(part.digits):
-                radix = known.radix_of(digit.axis) if number else 0
-                limit = known.number(digit.limit) if digit.limit else None
-                self.digits.append((digit.axis, radix, limit, digit.is_fixed))
-            self.key = part.digits[0].axis
-            self.is_plain = len(part.digits) == 1 and not part.start and not part.stop
+    key: str
+    count: int | None = None
 
     def read(self, text: str, bound: Bound) -> bool:
-        part = self.part
-        if isinstance(part, Text):
-            bound[self.key] = text
-        elif isinstance(part, Words):
-            bound[self.key] = self.numbers[text]
-        elif self.is_plain:
-            bound[self.key] = int(text)
-        else:
-            return self._read_number(int(text), bound)
-        return True
+        """Bind the text; return False if it does not fit."""
+        raise NotImplementedError
 
-    def _read_number(self, number: int, bound: Bound) -> bool:
-        if number < self.start or (self.stop is not None and number >= self.stop):
-            return False
-        number -= self.start
-        for name, radix, limit, is_fixed in reversed(self.digits):
-            number, index = divmod(number, radix) if radix else (0, number)
-            if limit is not None and (index != limit if is_fixed else index >= limit):
-                return False
-            if not is_fixed:
-                bound[name] = index
+    def write(self, bound: Mapping[str, Any]) -> str:
+        raise NotImplementedError
+
+
+class _TextHole(_Hole):
+    def __init__(self, part: Text) -> None:
+        self.key = f"*{part.name}"
+
+    def read(self, text: str, bound: Bound) -> bool:
+        bound[self.key] = text
         return True
 
     def write(self, bound: Mapping[str, Any]) -> str:
-        part = self.part
-        if isinstance(part, Text):
-            text: str = bound[self.key]
-            return text
-        if isinstance(part, Words):
-            return part.words[bound[self.key]]
+        text: str = bound[self.key]
+        return text
+
+
+class _WordHole(_Hole):
+    def __init__(self, part: Words) -> None:
+        self.key, self.words, self.count = part.axis, part.words, len(part.words)
+        self.indices = {word: index for index, word in enumerate(part.words)}
+
+    def read(self, text: str, bound: Bound) -> bool:
+        bound[self.key] = self.indices[text]
+        return True
+
+    def write(self, bound: Mapping[str, Any]) -> str:
+        return self.words[bound[self.key]]
+
+
+class _PlainIndex(_Hole):
+    """Any number, which is one axis."""
+
+    def __init__(self, part: Index) -> None:
+        self.key = part.digits[0].axis
+
+    def read(self, text: str, bound: Bound) -> bool:
+        bound[self.key] = int(text)
+        return True
+
+    def write(self, bound: Mapping[str, Any]) -> str:
+        return str(bound[self.key])
+
+
+class _AnyIndex(_Hole):
+    """A number with a start, an end, limits or several axes."""
+
+    def __init__(self, part: Index, known: KnownSizes) -> None:
+        self.key = part.digits[0].axis
+        self.start = known.number(part.start) if part.start else 0
+        self.stop = known.number(part.stop) if part.stop else None
+        if self.stop is not None and len(part.digits) == 1:
+            self.count = max(0, self.stop - self.start)
+        self.digits = [
+            (digit, known.radix_of(digit.axis) if n else 0, known.number(digit.limit) if digit.limit else None)
+            for n, digit in enumerate(part.digits)
+        ]
+
+    def read(self, text: str, bound: Bound) -> bool:
+        number = int(text)
+        if number < self.start or (self.stop is not None and number >= self.stop):
+            return False
+        number -= self.start
+        for digit, radix, limit in reversed(self.digits):
+            number, index = divmod(number, radix) if radix else (0, number)
+            if limit is not None and (index != limit if digit.is_fixed else index >= limit):
+                return False
+            if not digit.is_fixed:
+                bound[digit.axis] = index
+        return True
+
+    def write(self, bound: Mapping[str, Any]) -> str:
         number = 0
-        for name, radix, limit, is_fixed in self.digits:
-            number = number * radix + (limit or 0 if is_fixed else bound[name])
+        for digit, radix, limit in self.digits:
+            number = number * radix + (limit or 0 if digit.is_fixed else bound[digit.axis])
         return str(number + self.start)
 
-    @property
-    def size(self) -> int | None:
-        """Return the number of indices of a plain placeholder; None if any number fits."""
-        return None if self.stop is None or len(self.digits) > 1 else max(0, self.stop - self.start)
+
+def _hole(part: Text | Words | Index, known: KnownSizes) -> _Hole:
+    if isinstance(part, Text):
+        return _TextHole(part)
+    if isinstance(part, Words):
+        return _WordHole(part)
+    is_plain = len(part.digits) == 1 and not part.start and not part.stop
+    return _PlainIndex(part) if is_plain else _AnyIndex(part, known)

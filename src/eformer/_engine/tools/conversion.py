@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from eformer._engine.formats.nested_names import nested_dicts, nested_spelled, split_spelled
 from eformer._engine.record.boxes import Box
+from eformer._engine.record.dequantized import dequantized_in
 from eformer._engine.record.dtypes import floating_dtype, is_floating
 from eformer._engine.record.indexes import MEMORY
 from eformer._engine.record.lazy_arrays import StoredLeaf, entry_of, stored_leaves
-from eformer._engine.record.manifest import UNREADABLE, parse_structure
+from eformer._engine.record.manifest import UNREADABLE
 from eformer._engine.record.names import join_name, names_below, refuse_root, resolve, split_name
 from eformer._engine.record.origin import Origin, new_origin, rules_in
 from eformer._engine.record.planned import Source
@@ -146,13 +147,11 @@ def plan_tree(
     view: View, choice: LeafChoice, dtype: Any, target: TargetFormat, settled: ModelRules | None = None
 ) -> ConvertedTree:
     """Plan the conversion of one tree: names, dtypes, structure, and notes on losses in the target format."""
-    tree = view.tree
     cast = None if dtype is None else floating_dtype(dtype)
-    arrays = {name: StoredLeaf(view, name, entry) for name, entry in tree.leaves.items()}
-    values = tree.raw_values
+    arrays, values = view.arrays, view.raw_values
     if choice.root is None and choice.keeps_names:
         sources = [source_of(name, array, cast) for name, array in arrays.items()]
-        converted = ConvertedTree(view, sources, values, parse_structure(tree.structure))
+        converted = ConvertedTree(view, sources, values, view.structure)
     else:
         converted = _select(view, arrays, choice, cast)
     if isinstance(converted.structure, dict) and UNREADABLE in converted.structure:
@@ -162,6 +161,7 @@ def plan_tree(
         names = [source.name for source in converted.sources]
         require_structure(converted.structure, [*names, *converted.raw_values])
         _leave_out_functions(converted, target)
+    converted.notes += [f"left out: {name}, which scales activations" for name in view.scales_left_out]
     converted.notes += _losses(converted, target)
     converted.origin = converted_origin(view, settled)
     converted.notes += settled.notes if settled else ()
@@ -178,11 +178,11 @@ def _select(
     view: View, arrays: Mapping[str, LazyArray], choice: LeafChoice, cast: str | None
 ) -> ConvertedTree:
     """Plan the conversion of some leaves, or of all under other names."""
-    raw, root = view.tree.raw_values, choice.root
+    raw, root = view.raw_values, choice.root
     names = {name: name for name in (*arrays, *raw)} if root is None else names_below([*arrays, *raw], root)
     if not names and root is not None:
         refuse_root([*arrays, *raw], root)
-    if choice.keeps_names and (part := part_below(parse_structure(view.tree.structure), root or "", names)):
+    if choice.keeps_names and (part := part_below(view.structure, root or "", names)):
         return _part_tree(view, arrays, names, *part, cast)
     below = {names[name]: array for name, array in arrays.items() if name in names}
     values = {names[name]: value for name, value in raw.items() if name in names}
@@ -212,7 +212,7 @@ def _part_tree(
     return ConvertedTree(
         view,
         [source_of(new[name], array, cast) for name, array in arrays.items() if name in new],
-        {new[name]: value for name, value in view.tree.raw_values.items() if name in new},
+        {new[name]: value for name, value in view.raw_values.items() if name in new},
         with_names(part, new),
         old_names={name: old for old, name in new.items()},
     )
@@ -334,7 +334,9 @@ def _describe_array(tree: ConvertedTree, source: Source) -> ConvertedLeaf:
     nbytes = source.itemsize * Box.whole(source.shape).size
     stored = stored_leaves(array)
     changes = [tree.transforms.get(source.name, "")]
-    if stored and stored[0].entry.dtype != source.dtype:
+    if dequantized_in(array):
+        changes.append(f"dequantised from {stored[0].entry.dtype}")
+    elif stored and stored[0].entry.dtype != source.dtype:
         changes.append(f"from {stored[0].entry.dtype}")
     what, origins = (
         f"{source.dtype}{list(source.shape)}",

@@ -11,15 +11,16 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
+from eformer._engine.formats.dense import refuse_raw
 from eformer._engine.formats.find import look_at
 from eformer._engine.formats.model_config import model_config
 from eformer._engine.formats.model_rules import ModelRules, model_rules
 from eformer._engine.formats.others.peft import CONFIG, WEIGHTS, with_config
-from eformer._engine.formats.quantized import check_dequant
+from eformer._engine.formats.quantized import dtype_of_dequant
 from eformer._engine.formats.run_steps import path_of_step
 from eformer._engine.formats.safetensors.names import SUFFIX, refuse_other_suffix
 from eformer._engine.processes.hosts import Hosts
@@ -102,7 +103,7 @@ def convert(
     fill_from_like: bool = False,
     card: bool = True,
     progress: Progress = None,
-    dequant: Literal[False] | None = None,
+    dequant: Any = None,
 ) -> Conversion:
     """Convert the checkpoint at `source`, of any format that `load` reads, to a new checkpoint at `destination`.
 
@@ -134,8 +135,9 @@ def convert(
     fill_from_like   for to="hf": take tensors that the source lacks from `like`
     card             for to="hf": write README.md
     progress         True for a progress bar, or a function of the bytes done and the total
-    dequant          False converts the leaves of a quantised model of another program as stored. None raises a
-                     `QuantizedError` for such a model
+    dequant          a floating dtype, such as "bf16": converts the weights of a quantised model to numbers of this
+                     dtype, see `docs/guides/from-hugging-face.md`. False converts its leaves as they are stored; None
+                     raises a `QuantizedError` for such a model
 
     Example:
 
@@ -145,7 +147,8 @@ def convert(
         ('the source has no digests: its bytes could be read, but not checked',)
     """
     arguments = {name: value for name, value in locals().items() if name not in ("source", "destination")}
-    return convert_opened(partial(_open, source, step, prefix), source, destination, **arguments)
+    opening = partial(_open, source, step, prefix, dtype_of_dequant(dequant))
+    return convert_opened(opening, source, destination, **arguments)
 
 
 def convert_opened(
@@ -170,7 +173,7 @@ def convert_opened(
     fill_from_like: bool = False,
     card: bool = True,
     progress: Progress = None,
-    dequant: Literal[False] | None = None,
+    dequant: Any = None,
 ) -> Conversion:
     """Convert the trees that `opening` opens. The arguments are those of `convert`."""
     place = _place_of(destination)
@@ -178,7 +181,6 @@ def convert_opened(
     _check_arguments(target, destination, config=config, fill_from_like=fill_from_like, card=card)
     if like is not None and target != "hf" and rename is None and not back:
         raise ValueError(f"like= is for to='hf' and for rules, and the target is {target}")
-    check_dequant(dequant)
     names = None if keys is None else (keys,) if isinstance(keys, str) else tuple(keys)
     with ExitStack() as stack:
         found, views = opening(stack)
@@ -195,7 +197,7 @@ def convert_opened(
         choice = LeafChoice(root, rules, names, *_facts_for_rules(settled, model, target))
         cast = None if target == "hf" else dtype  # an export gives each tensor the dtype that `like` has
         trees = {name: plan_tree(view, choice, cast, target, settled) for name, view in views.items()}
-        if dequant is None:
+        if dequant is not False:
             _require_numbers(found, trees.values())
         _check(trees, target, place.name, max_shard_bytes)
         if target == "peft":
@@ -251,13 +253,19 @@ def _target_format(name: str, to: TargetFormat | None) -> TargetFormat:
 
 
 def _open(
-    source: str | os.PathLike[str], step: StepChoice, prefix: str | None, stack: ExitStack
+    source: str | os.PathLike[str],
+    step: StepChoice,
+    prefix: str | None,
+    dequant: str | None,
+    stack: ExitStack,
 ) -> tuple[Found, dict[str, View]]:
     """Open the trees to convert, by the prefixes that they will have."""
 
     def opened(found: Found) -> tuple[Found, dict[str, View]]:
         old_prefixes = {"": prefix} if prefix is not None else {name: name for name in found.trees}
-        return found, {name: stack.enter_context(View(found, old)) for name, old in old_prefixes.items()}
+        return found, {
+            name: stack.enter_context(View(found, old, dequant=dequant)) for name, old in old_prefixes.items()
+        }
 
     return look_at(source, opened, choose=partial(path_of_step, step=step))
 
@@ -333,12 +341,14 @@ def _check_items(trees: Mapping[str, ConvertedTree]) -> None:
 
 def _require_numbers(found: Found, trees: Iterable[ConvertedTree]) -> None:
     """Refuse quantised leaves: without their scales they are not the numbers of the model."""
-    if (find_quantized := found.foreign.find_quantized) is None:
-        return
+    find_quantized = found.foreign.find_quantized
     for tree in trees:
-        if quantization := find_quantized(tree.view.tree):
-            arrays = (array for source in tree.sources for _, array in source.parts)
-            quantization.refuse(found.path, {leaf.name for array in arrays for leaf in stored_leaves(array)})
+        arrays = (array for source in tree.sources for _, array in source.parts)
+        taken = {leaf.name for array in arrays for leaf in stored_leaves(array)}
+        if tree.view.has_numbers:
+            tree.view.refuse_problems(taken)
+        elif find_quantized and (quantization := find_quantized(tree.view.tree)):
+            refuse_raw(quantization, found.path, taken)
 
 
 def _budget(memory: int | None, trees: Mapping[str, ConvertedTree], target: TargetFormat) -> int:

@@ -6,13 +6,15 @@ import builtins
 import operator
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from eformer._engine.formats.dense import dense_tree, marks_in, refuse_problems
 from eformer._engine.formats.find import look_at, signer_of, was_replaced
+from eformer._engine.formats.quantized import dtype_of_dequant, quantization_of
 from eformer._engine.formats.run_steps import path_of_step
 from eformer._engine.loading.fetch import fetch
 from eformer._engine.loading.read_plan import Want, plan_reads
@@ -21,7 +23,8 @@ from eformer._engine.record.digests import NO_DIGEST
 from eformer._engine.record.display import Shown
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.lazy import lazy_property
-from eformer._engine.record.manifest import Leaves
+from eformer._engine.record.lazy_arrays import StoredLeaf, entry_of
+from eformer._engine.record.manifest import Leaves, parse_structure, with_entries
 from eformer._engine.record.names import Spellings, ambiguous, with_nearest
 from eformer._engine.record.origin import Origin, parent_of
 from eformer._engine.record.values import value_from_json
@@ -32,12 +35,15 @@ from eformer.errors import CorruptionError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
+    from eformer._engine.formats.dense import DenseTree
     from eformer._engine.formats.found import Found
+    from eformer._engine.formats.quantized import Quantization
     from eformer._engine.formats.run_steps import StepChoice
     from eformer._engine.record.display import TreeSummary
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
+    from eformer._engine.record.planned import LazyArray
     from eformer._engine.record.signature import Verifier
     from eformer._engine.stores.cache import Cached
     from eformer._engine.stores.keys import Key
@@ -55,6 +61,7 @@ class Inspection(Shown):
     left_out    files in the directory that are not read and may hold leaves
     signed_by   the id of the key that has signed the checkpoint, as the signature claims: only `verify` checks it
     digest      the digest of the manifest, which differs after every save
+    quantized   for each tree of another program, the quantised leaves with their methods, such as "fp8·128x128"
 
     Example:
 
@@ -69,6 +76,7 @@ class Inspection(Shown):
     left_out: tuple[str, ...] = ()
     signed_by: str | None = None
     digest: str = NO_DIGEST
+    quantized: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -81,7 +89,7 @@ class Inspection(Shown):
         return self.trees[prefix].metadata
 
     def _shown(self) -> tuple[str, Sequence[TreeSummary], Sequence[str]]:
-        trees = [tree.summary(prefix) for prefix, tree in self.trees.items()]
+        trees = [tree.summary(prefix, self.quantized.get(prefix)) for prefix, tree in self.trees.items()]
         return f"checkpoint ({self.format})", trees, self.left_out
 
 
@@ -110,6 +118,7 @@ def _inspected(found: Found) -> Inspection:
         left_out=found.left_out(),
         signed_by=signer_of(found),
         digest=found.manifest.digest,
+        quantized={each: marks for each, tree in found.trees.items() if (marks := marks_in(found, tree))},
     )
 
 
@@ -121,13 +130,15 @@ def open(  # noqa: A001
     prefix: str | None = None,
     cache: Cached = None,
     signed_by: Key | None = None,
+    dequant: Any = None,
 ) -> View:
     """Open one tree of the checkpoint at `path` as a mapping from names to leaves. Reads no data.
 
     Indexing a leaf reads the indexed elements and checks them against their digests. `prefix` selects one of several
-    trees. Elements come as stored; the elements of a quantised model lack their scales. `cache` keeps bytes from a
-    bucket on the disk. With `signed_by`, a public key, bytes that its owner has not signed raise an error. Of a run,
-    `step` is the number of another step than the newest, or "best".
+    trees. Elements come as stored; with `dequant`, a floating dtype such as "bf16", the weights of a quantised model
+    come as numbers, see `load`. Otherwise they lack their scales. `cache` keeps bytes from a bucket on the disk. With
+    `signed_by`, a public key, bytes that its owner has not signed raise an error. Of a run, `step` is the number of
+    another step than the newest, or "best".
 
     Example:
 
@@ -136,7 +147,8 @@ def open(  # noqa: A001
         ...     step = view["step"]  # a plain value
         ...     params = view["params"]  # a subtree: a dict of its leaves by name
     """
-    return _opened(path, prefix, cache, None if signed_by is None else public_key(signed_by), step)
+    dtype = dtype_of_dequant(dequant)
+    return _opened(path, prefix, cache, None if signed_by is None else public_key(signed_by), step, dtype)
 
 
 class View(Shown, Mapping[str, Any]):
@@ -156,19 +168,84 @@ class View(Shown, Mapping[str, Any]):
         (2, 2)
     """
 
-    def __init__(self, found: Found, prefix: str | None, cache: Cached = None, *, holds: bool = True) -> None:
+    def __init__(
+        self,
+        found: Found,
+        prefix: str | None,
+        cache: Cached = None,
+        *,
+        holds: bool = True,
+        dequant: str | None = None,
+    ) -> None:
         self._found, self._path, self._asked, self._prefix = found, found.path, prefix, prefix or ""
         self._tree = found.tree(prefix)
-        self._entries = Leaves(self._tree)
+        self._entries: Mapping[str, LeafEntry] = Leaves(self._tree)
         self._cache, self._is_open = cache, True
+        self._dequant, self._others = dequant, dict[int, View]()
+        self._quantized: Quantization | None = None
+        self._numbers: DenseTree | None = None
         self._files = found.files(self._tree)
-        if not holds:
-            return
         try:
-            self._files.hold(n for n, file in enumerate(self._tree.files) if file.nbytes > file.header_nbytes)
+            if holds:
+                self._files.hold(
+                    n for n, file in enumerate(self._tree.files) if file.nbytes > file.header_nbytes
+                )
+            if dequant is not None:
+                self._read_as_numbers(dequant)
         except BaseException:
-            self._files.close()
+            self.close()
             raise
+
+    def _read_as_numbers(self, dtype: str) -> None:
+        find = self._found.foreign.find_quantized or partial(quantization_of, self._found.store)
+        self._quantized = find(self._tree)
+        if self._quantized is not None:
+            self._numbers = dense_tree(self._quantized, dtype, self._reader_of)
+            self._entries = {name: entry_of(array) for name, array in self._numbers.arrays.items()}
+
+    def _reader_of(self, tree: TreeEntry) -> View:
+        """Return a view of a tree of the checkpoint, which may have the scales of this tree."""
+        if tree is self._tree:
+            return self
+        if id(tree) not in self._others:
+            prefix = next(prefix for prefix, other in self._found.trees.items() if other is tree)
+            self._others[id(tree)] = View(self._found, prefix, self._cache)
+        return self._others[id(tree)]
+
+    def refuse_problems(self, names: Collection[str] | None = None) -> None:
+        """Refuse quantised leaves that cannot be read as numbers; with `names`, only leaves of these stored names."""
+        if self._quantized and self._numbers:
+            problems = self._numbers.problems
+            taken = {name: why for name, why in problems.items() if names is None or name in names}
+            refuse_problems(self._quantized, self._path, taken)
+
+    @property
+    def has_numbers(self) -> bool:
+        """Tell whether quantised weights are read as numbers, or would be if the tree had some."""
+        return self._dequant is not None
+
+    @property
+    def arrays(self) -> Mapping[str, LazyArray]:
+        """Return the arrays by name: as they are stored, or as numbers with `dequant`."""
+        if self._numbers is not None:
+            return self._numbers.arrays
+        return {name: StoredLeaf(self, name, entry) for name, entry in self._tree.leaves.items()}
+
+    @property
+    def raw_values(self) -> dict[str, Any]:
+        """Return the plain values by name, as JSON."""
+        raw, numbers = self._tree.raw_values, self._numbers
+        return raw if numbers is None else {numbers.values[name]: value for name, value in raw.items()}
+
+    @property
+    def structure(self) -> Any:
+        """Return the structure of the tree."""
+        return parse_structure(self._tree.structure) if self._numbers is None else self._numbers.structure
+
+    @property
+    def scales_left_out(self) -> Sequence[str]:
+        """List the leaves that a dense model does not have, without the scales of its weights."""
+        return () if self._numbers is None else self._numbers.left_out
 
     def __getitem__(self, name: str) -> Any:
         if self._is_leaf(name):
@@ -184,12 +261,12 @@ class View(Shown, Mapping[str, Any]):
         raise KeyError(f"{self._path} has no leaf {name!r}{hint}")
 
     def _leaf(self, name: str) -> Any:
-        if name in self._tree.raw_values:
-            return value_from_json(self._tree.raw_values[name])
+        if name in (raw := self.raw_values):
+            return value_from_json(raw[name])
         return LeafView(self, name, self._entries[name])
 
     def _is_leaf(self, name: object) -> bool:
-        return name in self._entries or name in self._tree.raw_values
+        return name in self._entries or name in self.raw_values
 
     @lazy_property
     def _spellings(self) -> Spellings:
@@ -200,10 +277,10 @@ class View(Shown, Mapping[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         yield from self._entries
-        yield from self._tree.raw_values
+        yield from self.raw_values
 
     def __len__(self) -> int:
-        return len(self._entries) + len(self._tree.raw_values)
+        return len(self._entries) + len(self.raw_values)
 
     @property
     def tree(self) -> TreeEntry:
@@ -240,6 +317,8 @@ class View(Shown, Mapping[str, Any]):
         """Close the files. Later reads raise ValueError."""
         self._is_open = False
         self._files.close()
+        for other in self._others.values():
+            other.close()
 
     def __enter__(self) -> Self:
         return self
@@ -255,18 +334,25 @@ class View(Shown, Mapping[str, Any]):
 
     def __reduce__(self) -> Any:
         """Pickle as a path: the copy opens the files again, in this process or another."""
-        return _opened, (self._path, self._asked, self._cache, self._found.signed_by)
+        signed_by = self._found.signed_by
+        return _opened, (self._path, self._asked, self._cache, signed_by, None, self._dequant)
 
     def _shown(self) -> tuple[str, Sequence[TreeSummary], Sequence[str]]:
-        return f"{self._path} ({self.format})", [self._tree.summary(self._prefix)], self.left_out
+        tree = self._tree if self._numbers is None else with_entries(self._tree, self._entries)
+        return f"{self._path} ({self.format})", [tree.summary(self._prefix)], self.left_out
+
+    def read_box(self, name: str, box: Box) -> Array:
+        """Read a box of a leaf under its name in this view."""
+        array = None if self._numbers is None else self._numbers.arrays[name]
+        return self.read(name, self._entries[name], box) if array is None else array.read(box)
 
     def read(self, name: str, entry: LeafEntry, box: Box, threads: int | None = None) -> Array:
         ((array,),) = self._fetch([Want(name, entry, entry.dtype, [box])], threads)
         return array
 
     def read_all(self, names: Sequence[str]) -> dict[str, Array]:
-        """Read the arrays of these `names` together: for small arrays much faster than one by one."""
-        wants = [Want(name, entry := self._entries[name], entry.dtype) for name in names]
+        """Read the stored arrays of these `names` together: for small arrays much faster than one by one."""
+        wants = [Want(name, entry := self._tree.leaves[name], entry.dtype) for name in names]
         return {name: array for name, (array,) in zip(names, self._fetch(wants), strict=True)}
 
     @uninterrupted
@@ -302,10 +388,19 @@ def _opened(
     cache: Cached = None,
     signed_by: Verifier | None = None,
     step: StepChoice = None,
+    dequant: str | None = None,
 ) -> View:
+    def opened(found: Found) -> View:
+        view = View(found, prefix, cache, dequant=dequant)
+        try:
+            view.refuse_problems()
+        except BaseException:
+            view.close()
+            raise
+        return view
+
     with caching(cache):
-        choose = partial(path_of_step, step=step)
-        return look_at(path, lambda found: View(found, prefix, cache), signed_by, choose)
+        return look_at(path, opened, signed_by, partial(path_of_step, step=step))
 
 
 class LeafView:
@@ -326,7 +421,7 @@ class LeafView:
 
     @property
     def nbytes(self) -> int:
-        return self.entry.nbytes
+        return self.entry.nbytes if self.entry.extents else self.size * self.dtype.itemsize
 
     def __len__(self) -> int:
         if not self.shape:
@@ -336,7 +431,7 @@ class LeafView:
     def __getitem__(self, index: Any) -> Array:
         """Read as numpy indexes: integers, slices and an ellipsis."""
         box, rest = _box(index, self.shape)
-        whole = self._view.read(self.name, self.entry, box)
+        whole = self._view.read_box(self.name, box)
         array: Array = whole[rest]
         # A few rows must not keep the memory of the whole box.
         return array.copy() if 2 * array.size < whole.size else array
