@@ -5,21 +5,20 @@ Tests: tests/engine/tools/test_back.py.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.record.notation import AxisRule
 from eformer._engine.record.origin import book_in, config_in, rules_in, trimmed_config
 from eformer._engine.record.rename import Rules, rules_from
-from eformer._engine.record.rule_books import Book, find_book, is_layout
+from eformer._engine.record.rule_books import is_layout
 
 if TYPE_CHECKING:
     from eformer._engine.record.origin import Origin
     from eformer._engine.record.rename import RenameRules
+    from eformer._engine.record.rule_books import Book
 
 Config = Mapping[str, Any]
 
@@ -71,48 +70,29 @@ def model_rules(
             'rename="llama/maxtext"'
         )
     config = _first_of([*configs, lambda: config_in(origin)])
-    text, book = _expanded(recorded if given is None else given, config)
-    rules = rules_from(text)
-    is_back = _is_two_way(rules) if back is None else back
+    rules = rules_from(recorded if given is None else given).of_model(config)
+    (book,) = rules.books if len(rules.texts) == 1 and rules.books else (None,)
+    is_back = rules.are_two_way if back is None else back
     if is_back and book and recorded and book.name != recorded:
         raise ValueError(
             f"{path} has the layout of the rules {recorded!r}, and rename={book.name!r} would read it as another "
             f"layout; leave rename= out, or pass {recorded!r}"
         )
-    rules = rules_from(text, back=is_back)
-    return ModelRules(rules, config, book, tuple(_changes(book, origin))) if rules else None
+    return (
+        ModelRules(replace(rules, back=is_back), config, book, tuple(_changes(book, origin)))
+        if rules
+        else None
+    )
 
 
 def _first_of(configs: Sequence[Callable[[], Config]]) -> Config:
     return next((found for config in configs if (found := config())), {})
 
 
-def _expanded(given: RenameRules, config: Config) -> tuple[RenameRules, Book | None]:
-    """Return the rules with the texts of books in the place of their names, and the book if it is all of them."""
-    kind = config.get("model_type")
-    named = kind if isinstance(kind, str) else None
-    if isinstance(given, str) and is_book(given):
-        book = find_book(given, named)
-        return book.text, book
-    if isinstance(given, (str, os.PathLike, Mapping)):
-        return given, None
-    items: list[Any] = list(given)
-    return [
-        find_book(one, named).text if isinstance(one, str) and is_book(one) else one for one in items
-    ], None
-
-
 def is_book(given: str) -> bool:
     """Tell whether rules are the name of a book, or look like one, and are no text and no file."""
     name = given.strip()
     return is_layout(name) or (_NAME.fullmatch(name) is not None and not Path(name).expanduser().exists())
-
-
-def _is_two_way(rules: Rules) -> bool:
-    """Tell whether rules are written to be read in both directions."""
-    return any(
-        isinstance(rule, AxisRule) and rule.is_two_way for stage in rules.stages for rule in stage.rules
-    )
 
 
 def _changes(book: Book | None, origin: Origin) -> list[str]:

@@ -111,13 +111,13 @@ class Renamed:
             f"{tied.name} is not the embedding, {tied.other} (max difference {difference:.2g}); set "
             "tie_word_embeddings to false in config="
             for tied in self.tied
-            if tied.other in self.arrays and (difference := _difference(tied.array, self.arrays[tied.other]))
+            if tied.other in self.arrays and (difference := largest_difference(tied.array, self.arrays[tied.other]))
         ]
         if problems:
             raise MismatchError(problems, context="rename")
 
 
-def _difference(one: LazyArray, other: LazyArray) -> float:
+def largest_difference(one: LazyArray, other: LazyArray) -> float:
     """Return the largest difference of two arrays, read row by row."""
     if one.shape != other.shape:
         return np.inf
@@ -147,6 +147,11 @@ class Rules:
     def stacks(self) -> bool:
         """Tell whether rules may join leaves."""
         return any(not isinstance(rule, RegexRule) or rule.stack for rule in self._all())
+
+    @property
+    def are_two_way(self) -> bool:
+        """Tell whether some rules are written to be read in both directions."""
+        return any(isinstance(rule, AxisRule) and rule.is_two_way for rule in self._all())
 
     def _all(self) -> Iterator[RegexRule | AxisRule]:
         for text in self.texts:

@@ -125,7 +125,7 @@ def convert(
                      and dtypes that rules give leaves on the way back
     dtype            cast floating leaves to this dtype
     config           for to="peft": settings of adapter_config.json, such as lora_alpha, see `docs/guides/peft.md`; for
-                     to="hf": settings of config.json
+                     to="hf" and for rules: settings of config.json
     max_shard_bytes  maximum size of one safetensors file
     memory           maximum memory of the program in bytes, even for larger leaves; None for 2 GB more than the program
                      already takes, or more if a larger chunk must be decoded
@@ -178,9 +178,10 @@ def convert_opened(
     """Convert the trees that `opening` opens. The arguments are those of `convert`."""
     place = _place_of(destination)
     target = _target_format(place.name, to)
-    _check_arguments(target, destination, config=config, fill_from_like=fill_from_like, card=card)
-    if like is not None and target != "hf" and rename is None and not back:
-        raise ValueError(f"like= is for to='hf' and for rules, and the target is {target}")
+    has_rules = rename is not None or bool(back)
+    _check_arguments(target, destination, has_rules=has_rules, config=config, like=like)
+    if target != "hf" and (fill_from_like or not card):
+        raise ValueError(f"fill_from_like= and card= are for to='hf', and the target is {target}")
     names = None if keys is None else (keys,) if isinstance(keys, str) else tuple(keys)
     with ExitStack() as stack:
         found, views = opening(stack)
@@ -192,7 +193,9 @@ def convert_opened(
                 "allow_missing=True to convert the rest"
             )
         model = None if like is None else open_model(like, stack)
-        settled = _settle_rules(rename, back, found, views, model, config if target == "hf" else None, target)
+        settled = _settle_rules(
+            rename, back, found, views, model, None if target == "peft" else config, target
+        )
         rules = settled.rules if settled else None
         choice = LeafChoice(root, rules, names, *_facts_for_rules(settled, model, target))
         cast = None if target == "hf" else dtype  # an export gives each tensor the dtype that `like` has
@@ -220,15 +223,15 @@ def convert_opened(
 
 
 def _check_arguments(
-    target: TargetFormat, destination: str | os.PathLike[str], *, config: Any, **others: bool
+    target: TargetFormat, destination: str | os.PathLike[str], *, has_rules: bool, config: Any, like: Any
 ) -> None:
     """Raise ValueError for arguments that belong to another target."""
-    if config is not None and target not in ("peft", "hf"):
-        raise ValueError(f"config= is for to='peft' and to='hf', and the target is {target}")
     if target == "hf":
         return
-    if others["fill_from_like"] or not others["card"]:
-        raise ValueError(f"fill_from_like= and card= are for to='hf', and the target is {target}")
+    if config is not None and target != "peft" and not has_rules:
+        raise ValueError(f"config= is for to='peft', to='hf' and rules, and the target is {target}")
+    if like is not None and not has_rules:
+        raise ValueError(f"like= is for to='hf' and for rules, and the target is {target}")
     if is_hub_url(os.fspath(destination)):
         refuse_to_write(os.fspath(destination))
 

@@ -16,15 +16,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from eformer._engine.formats.nested_names import nested_dicts, parts_of_name
-from eformer._engine.record.boxes import Box
 from eformer._engine.record.dtypes import floating_dtype, is_floating
-from eformer._engine.record.lazy_arrays import StoredLeaf
 from eformer._engine.record.names import nearest, readable
 from eformer._engine.record.origin import config_in, new_origin, published_parent
 from eformer._engine.record.planned import LazyArray
+from eformer._engine.record.rename import largest_difference
 from eformer._engine.record.text import count, few
 from eformer._engine.stores.base import publish, read_whole, remove_files
 from eformer._engine.tools.config_edits import dtype_in, for_export, setting, with_setting, with_settings
@@ -55,7 +53,6 @@ _EMBEDDING = re.compile(
 )
 _HEAD = re.compile(r"(?:.*\.)?(?:lm_head|embed_out)\.weight")
 _LAYER = re.compile(r"(.*?\.\d+)\..*")
-_SLICE = 32 * 2**20  # bytes of a tensor to compare at a time
 _COPY = 4 * 2**20  # bytes of a file to read and write at a time
 _INDENT = 2
 
@@ -191,12 +188,9 @@ class _Plan:
             return
         if like is None or like.view is None:
             raise ValueError("fill_from_like=True takes tensors from like=, which has no weights")
-        lacking = [name for name in like.view.tree.leaves if readable(name) not in self.leaves]
-        lacking = [name for name in lacking if not self._is_tied_head(readable(name))]
-        filled = {
-            readable(name): source_of(name, StoredLeaf(like.view, name, like.view.tree.leaves[name]))
-            for name in lacking
-        }
+        named = {readable(name): array for name, array in like.view.arrays.items()}
+        lacking = [name for name in named if name not in self.leaves and not self._is_tied_head(name)]
+        filled = {name: source_of(name, named[name]) for name in lacking}
         both = self.leaves | filled
         self.leaves = {name: both[name] for name in sorted(both, key=_natural)}
         self.fillings = frozenset(filled)
@@ -416,12 +410,7 @@ def _difference(head: Source, embedding: Source) -> str:
     """Describe how two tensors differ; "" if they are equal. They are read in bounded memory."""
     if head.shape != embedding.shape:
         return f"{list(head.shape)} and {list(embedding.shape)}"
-    most = 0.0
-    for box in _slices(head):
-        a, b = (_array(source).read(box) for source in (head, embedding))
-        if a.tobytes() != b.tobytes():
-            with np.errstate(all="ignore"):
-                most = max(most, float(np.nanmax(np.abs(a.astype(np.float64) - b.astype(np.float64)))))
+    most = largest_difference(_array(head), _array(embedding))
     return f"max difference {most:.3g}" if most else ""
 
 
@@ -429,13 +418,6 @@ def _array(source: Source) -> LazyArray:
     ((_, array),) = source.parts
     assert isinstance(array, LazyArray)
     return array
-
-
-def _slices(source: Source) -> Iterator[Box]:
-    rows = max(1, _SLICE // max(1, source.itemsize * math.prod(source.shape[1:])))
-    for start in range(0, source.shape[0], rows):
-        stop = min(start + rows, source.shape[0])
-        yield Box((start, *(0 for _ in source.shape[1:])), (stop, *source.shape[1:]))
 
 
 def _json(value: Any) -> bytes:

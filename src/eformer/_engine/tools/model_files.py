@@ -15,11 +15,14 @@ import msgspec
 
 from eformer._engine.formats.find import look_at
 from eformer._engine.formats.model_config import model_config, read_config
+from eformer._engine.record.dtypes import floating_dtype
+from eformer._engine.record.lazy_arrays import entry_of
 from eformer._engine.record.names import readable
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder
 from eformer._engine.stores.base import read_whole
 from eformer._engine.stores.local import resolved
 from eformer._engine.stores.locate import locate
+from eformer._engine.tools.config_edits import dtype_in
 from eformer._engine.tools.view import View
 from eformer.errors import FormatError, NotFoundError
 
@@ -141,18 +144,17 @@ def open_model(path: str | os.PathLike[str], stack: ExitStack) -> ModelDirectory
     names = frozenset(
         name for name, kind in store.kinds().items() if kind != "directory" and store.exists(name)
     )
-    view = _weights(store.url, stack)
-    leaves = {readable(name): entry for name, entry in view.tree.leaves.items()} if view else {}
+    view = _weights(store.url, dtype_in(config) or "bfloat16", stack)
+    leaves = {readable(name): entry_of(array) for name, array in view.arrays.items()} if view else {}
     return ModelDirectory(store, config, names, view, leaves)
 
 
-def _weights(url: str, stack: ExitStack) -> View | None:
-    """Open the weights of a model; None if the directory has no weights."""
+def _weights(url: str, dtype: str, stack: ExitStack) -> View | None:
+    """Open the weights of a model, quantised weights as numbers; None if the directory has no weights."""
 
     def opened(found: Found) -> View:
-        return stack.enter_context(
-            View(found, _MAIN if _MAIN in found.trees and len(found.trees) > 1 else None)
-        )
+        prefix = _MAIN if _MAIN in found.trees and len(found.trees) > 1 else None
+        return stack.enter_context(View(found, prefix, dequant=floating_dtype(dtype)))
 
     try:
         return look_at(url, opened)
