@@ -309,8 +309,8 @@ _MOST_NOTES = 20
 @click.option(
     "--rename",
     type=RulesOf(),
-    metavar="RULES",
-    help="Rename and reshape leaves by the rules in this file, or of this book, such as llama/maxtext.",
+    metavar="FILE|BOOK",
+    help="Rename and rearrange leaves by the rules in this file, or of a shipped book such as maxtext.",
 )
 @click.option(
     "--back/--no-back",
@@ -321,6 +321,11 @@ _MOST_NOTES = 20
     "--like",
     metavar="MODEL",
     help="For --to hf: the directory, or hf://org/model, whose configuration and tokenizer the result gets.",
+)
+@click.option(
+    "--model-config",
+    metavar="PATH",
+    help="config.json of the model for the rules, or its directory. Default: the file at SOURCE.",
 )
 @click.option(
     "--config",
@@ -360,6 +365,7 @@ def convert(
     *,
     settings: tuple[str, ...],
     keys: tuple[str, ...],
+    model_config: str | None,
     dequant: str | None,
     no_dequant: bool,
     dry_run: bool,
@@ -379,10 +385,12 @@ def convert(
     eformer convert ./run best.safetensors --step best --root params
     eformer convert ./run ./for-hf --to hf --like ./hf --root params
 
-    Each line of the file for --rename is a regular expression for the whole name, an arrow, and the new name. A rule
-    without a new name drops the leaf. Steps may follow the name: transpose, stack and unstack.
+    Each line of the file for --rename names the axes of a leaf before and behind, or is a regular expression for the
+    whole name, an arrow, and the new name with steps. A rule without a new name drops the leaf. `eformer rules` lists
+    the shipped books.
 
     \b
+    model.layers.{l}.self_attn.q_proj.weight [(h k) d] <-> layers.query [d l h k]
     model\\.layers\\.(\\d+)\\.(\\w+)\\.weight -> layers.\\2.kernel | transpose | stack \\1
     layers\\.(\\w+)\\.kernel -> model.layers.{}.\\1.weight | unstack | transpose
     lm_head\\.weight ->
@@ -390,13 +398,17 @@ def convert(
     from eformer._engine.record.text import count
     from eformer._engine.tools.convert import convert as carry_out
 
+    if settings and model_config:
+        raise click.UsageError(
+            "--config is for --to peft, and --model-config for the rules of --rename; use one"
+        )
     if dequant is not None and no_dequant:
         raise click.UsageError("--dequant and --no-dequant exclude each other")
     done = carry_out(
         source,
         destination,
         keys=keys or None,
-        config=_parse_settings(settings),
+        config=_parse_settings(settings) or model_config,
         dry_run=dry_run,
         dequant=False if no_dequant else dequant,
         progress=wants_bar(as_json),

@@ -133,3 +133,24 @@ def test_a_single_file_goes_back_too(tmp_path):
     convert(QWEN, tmp_path / "ours.safetensors", rename=BOOK)
     convert(tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors", back=True)
     assert diff(QWEN, tmp_path / "theirs.safetensors").same
+
+
+def test_a_load_by_a_book_reports_it(tmp_path):
+    tree, report = load(QWEN, rename="maxtext", return_report=True)
+    assert report.origin["rules"]["book"] == BOOK
+    assert report.origin["parents"][0]["path"] == str(QWEN)
+    save(tree, tmp_path / "ours", origin=report.origin)
+    convert(tmp_path / "ours", tmp_path / "theirs", to="safetensors", back=True)
+    assert diff(QWEN, tmp_path / "theirs").same
+
+
+def test_a_load_reads_a_layout_backwards_by_its_recorded_configuration(ours):
+    theirs = load(QWEN, keys="model.layers.0.mlp.up_proj.weight")
+    (name,) = theirs
+    found = load(ours, rename=BOOK, back=True)["model"]["layers"]["0"]["mlp"]["up_proj"]["weight"]
+    np.testing.assert_array_equal(found, theirs[name])
+
+
+def test_a_load_of_another_layout_than_the_recorded_one_is_an_error_that_names_both(ours):
+    with pytest.raises(ValueError, match=r"rules 'qwen3/maxtext', and rename='qwen3/maxtext-unscanned' would"):
+        load(ours, rename="maxtext-unscanned", back=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.record.origin import book_in, config_in, rules_in, trimmed_config
-from eformer._engine.record.rename import Rules, rules_from
+from eformer._engine.record.rename import RenamingRules, rules_from
 from eformer._engine.record.rule_books import is_layout
 
 if TYPE_CHECKING:
@@ -27,21 +27,37 @@ _NAME = re.compile(r"[\w-]+(?:/[\w-]+)?", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class ModelRules:
-    """Rules, the configuration of the model that they are for, and the book that they are from."""
+    """Rules for a model of this configuration."""
 
-    rules: Rules
+    rules: RenamingRules
     config: Config = field(default_factory=dict)
-    book: Book | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def record(self) -> dict[str, Any]:
-        """Return the record for the origin of a tree that got its names from these rules."""
-        if self.book is None or self.rules.back:
+        """Return the record for the origin of a tree that got its names from these rules; empty if they are no book."""
+        book = _book_of(self.rules)
+        if book is None or self.rules.back:
             return {}
-        book = self.book
         numbers = {"version": book.version, "sha256": book.sha256, "layout": book.layout}
         return {"book": book.name, **numbers, "config": trimmed_config(self.config)}
+
+
+def rules_for(rules: RenamingRules, config: Config, origin: Origin | None, path: str) -> ModelRules:
+    """Return rules for a model. Raise ValueError if they would read another layout backwards than the origin has."""
+    rules, recorded = rules.of_model(config), book_in(origin or {})
+    book = _book_of(rules)
+    if rules.back and book and recorded and book.name != recorded:
+        raise ValueError(
+            f"{path} has the layout of the rules {recorded!r}, and rename={book.name!r} would read it as another "
+            f"layout; pass rename={recorded!r}"
+        )
+    return ModelRules(rules, config, tuple(_changes(book, origin or {})) if rules.back else ())
+
+
+def _book_of(rules: RenamingRules) -> Book | None:
+    """Return the book that all of the rules are from."""
+    return rules.books[0] if len(rules.texts) == len(rules.books) == 1 else None
 
 
 def model_rules(
@@ -71,18 +87,8 @@ def model_rules(
         )
     config = _first_of([*configs, lambda: config_in(origin)])
     rules = rules_from(recorded if given is None else given).of_model(config)
-    (book,) = rules.books if len(rules.texts) == 1 and rules.books else (None,)
     is_back = rules.are_two_way if back is None else back
-    if is_back and book and recorded and book.name != recorded:
-        raise ValueError(
-            f"{path} has the layout of the rules {recorded!r}, and rename={book.name!r} would read it as another "
-            f"layout; leave rename= out, or pass {recorded!r}"
-        )
-    return (
-        ModelRules(replace(rules, back=is_back), config, book, tuple(_changes(book, origin)))
-        if rules
-        else None
-    )
+    return rules_for(replace(rules, back=is_back), config, origin, path) if rules else None
 
 
 def _first_of(configs: Sequence[Callable[[], Config]]) -> Config:

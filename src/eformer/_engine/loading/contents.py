@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from eformer._engine.formats.dense import DenseTree
     from eformer._engine.record.lazy_arrays import LeafReader
     from eformer._engine.record.planned import LazyArray
-    from eformer._engine.record.rename import Renamed, Rules
+    from eformer._engine.record.rename import Renamed, RenamingRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,16 +172,15 @@ class ModelFacts:
     """Facts that rules need: the model's config.json, and the shapes and dtypes of the leaves to be made."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    dtypes: Mapping[str, str] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
 
 
 NO_FACTS = ModelFacts()
 
 
-
 def renamed(
-    contents: Contents, rules: Rules, reader: LeafReader, model: ModelFacts = NO_FACTS
+    contents: Contents, rules: RenamingRules, reader: LeafReader, model: ModelFacts = NO_FACTS
 ) -> tuple[Contents, Renamed]:
     """Apply rules to the leaves; return the leaves in nested dicts by their new names, and the record of the rules."""
     stored = {

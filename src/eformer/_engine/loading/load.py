@@ -14,6 +14,7 @@ from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from eformer._engine.formats.find import ReplacedError, reading, reread_all
+from eformer._engine.formats.model_config import given_config
 from eformer._engine.formats.process_records import ListedTree
 from eformer._engine.formats.run_steps import path_of_step
 from eformer._engine.loading.assemble import assemble, change_shapes
@@ -30,6 +31,7 @@ from eformer._engine.loading.sources import (
     completed,
     dequantized_names,
     given_by,
+    model_facts,
     name_by_order,
     origin_of,
     read_as_numbers,
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
     import jax
 
     from eformer._engine.formats.found import Found
+    from eformer._engine.formats.model_config import ModelConfig
     from eformer._engine.formats.run_steps import StepChoice
     from eformer._engine.loading.request import Resize, Rules
     from eformer._engine.loading.select import LeafTarget, Selection
@@ -91,6 +94,8 @@ class LoadArguments(TypedDict, total=False):
     plain: bool
     root: str | None
     rename: RenameRules | None
+    back: bool
+    config: ModelConfig | None
     resize: Resize | None
     prefix: str | None
     keys: str | Iterable[str] | None
@@ -139,6 +144,8 @@ def load(
     partial: bool = False,
     root: str | None = None,
     rename: RenameRules | None = None,
+    back: bool = False,
+    config: ModelConfig | None = None,
     resize: Resize | None = None,
     plain: bool = False,
     return_report: bool = False,
@@ -183,8 +190,10 @@ def load(
     root            name of a subtree, such as "params.encoder", to load as the whole checkpoint
     keys            names of leaves or subtrees, or patterns such as "layers.*.bias". Without `like`, the
                     result is a flat dict by the names in the checkpoint
-    rename          rules that rename, transpose, stack or unstack leaves before all else, see `convert`:
-                    a file, text, pairs or a dict
+    rename          rules that rename and rearrange leaves before all else: a file, text, lines, a dict, or
+                    the name of a shipped book, such as "maxtext"; see the guide on renaming
+    back            read these rules from right to left
+    config          config.json of the model for them, as a dict or a path; None for the file at `path`
     dtype           cast floating leaves to this dtype; "like" casts each to its dtype in `like`
     callback        a function of each array and its name, which returns the replacement
 
@@ -267,6 +276,8 @@ def request_from(
     like: Any = None,
     into: Any = None,
     rename: RenameRules | None = None,
+    back: bool = False,
+    config: ModelConfig | None = None,
     keys: str | Iterable[str] | None = None,
     mesh: jax.sharding.Mesh | None = None,
     rules: Rules | None = None,
@@ -280,6 +291,8 @@ def request_from(
     """Return the arguments of `load` as a request. Raise ValueError for arguments that exclude each other."""
     if like is not None and into is not None:
         raise ValueError("pass like= or into=, not both")
+    if rename is None and (back or config is not None):
+        raise ValueError("back= and config= are for the rules of rename=")
     if isinstance(like, (FunctionType, MethodType)):
         raise TypeError("`like` is a function; call it, or pass jax.eval_shape of it")
     if signed_by is not None and mmap:
@@ -290,7 +303,8 @@ def request_from(
         in_place=into is not None,
         transient=() if into is None else transient_in(into),
         like_name="like" if into is None else "into",
-        rename=None if rename is None else rules_from(rename) or None,
+        rename=None if rename is None else rules_from(rename, back=back) or None,
+        config=None if config is None else given_config(config),
         keys=None if keys is None else (keys,) if isinstance(keys, str) else tuple(keys),
         placement=PlacementRequest(mesh=mesh, rules=rules, shardings=shardings),
         verify=not mmap if verify is None else verify,
@@ -394,6 +408,9 @@ class Load:
         if paths:
             logger.warning("%s: not read, and may hold leaves: %s", found.path, few(paths))
         stack.enter_context(closing(source.readers))
+        if request.rename is not None:
+            with reading(found):
+                source.facts = model_facts(source, request.rename, request, self.like)
         if request.dequant is not False:
             read_as_numbers(source, request, self.like)
         return source

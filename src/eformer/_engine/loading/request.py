@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from eformer._engine.formats.found import Found
     from eformer._engine.formats.run_steps import StepChoice
     from eformer._engine.record.manifest import TreeEntry
-    from eformer._engine.record.rename import Rules as RenamingRules
+    from eformer._engine.record.rename import RenamingRules
     from eformer._engine.stores.keys import PublicKey
     from eformer._engine.tasks.progress import Progress
 
@@ -77,6 +77,7 @@ class Request:
     threads        number of threads that read; None for one per core, 2 to 16
     sha256         function that returns the recorded SHA-256 of leaves, which are checked before the load
     transient      names of subtrees of `like` that the program rebuilds: their leaves may be missing or left out
+    config         config.json of the model, for the rules; None for the file beside the checkpoint
     step           the step of a run to load; None for the newest
     plain          put nested dicts in the place of classes that cannot be built
     is_list        several checkpoints are loaded as one
@@ -89,6 +90,7 @@ class Request:
     partial: bool = False
     root: str | None = None
     rename: RenamingRules | None = None
+    config: Mapping[str, Any] | None = None
     resize: Resize | None = None
     prefix: str | None = None
     keys: tuple[str, ...] | None = None

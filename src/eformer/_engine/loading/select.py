@@ -190,7 +190,10 @@ def _targets(
     for name in names:
         if name in entries:
             entry = entries[name]
-            dtype = (cast(like.get(name)) if cast and is_floating(entry.dtype) else None) or entry.dtype
+            is_cast = (
+                cast and is_floating(entry.dtype) and not (name in computed and computed[name].keeps_dtype)
+            )
+            dtype = (cast(like.get(name)) if cast and is_cast else None) or entry.dtype
             target = LeafTarget(name, entry, dtype, as_numpy=entry.home == "numpy")
             target.is_stored = name not in computed
             if entry.home == "weak":

@@ -21,9 +21,19 @@ from jax.sharding import Sharding
 
 from eformer._engine.formats.dense import dense_tree, refuse_problems, refuse_raw
 from eformer._engine.formats.find import reading
+from eformer._engine.formats.model_config import model_config
+from eformer._engine.formats.model_rules import rules_for
 from eformer._engine.formats.process_records import ListedLeaf
 from eformer._engine.formats.quantized import dense_name, dtype_of_dequant, quantization_of
-from eformer._engine.loading.contents import NOTHING, below, named_like, renamed, with_numbers
+from eformer._engine.loading.contents import (
+    NO_FACTS,
+    NOTHING,
+    ModelFacts,
+    below,
+    named_like,
+    renamed,
+    with_numbers,
+)
 from eformer._engine.loading.fetch import aligned, fetch
 from eformer._engine.loading.read import nbytes_read, require_unchanged
 from eformer._engine.loading.read_plan import Want, plan_reads
@@ -35,7 +45,7 @@ from eformer._engine.record.digests import sha256_of
 from eformer._engine.record.dtypes import dtype_from_name, is_floating, raw_pieces
 from eformer._engine.record.lazy_arrays import Rearranged, stored_leaves
 from eformer._engine.record.names import BARE_LEAF, readable, refuse_root, resolve
-from eformer._engine.record.origin import Origin, new_origin, parent_of, rules_in
+from eformer._engine.record.origin import Origin, config_in, new_origin, parent_of, rules_in
 from eformer._engine.record.pieces import bounding, pieces
 from eformer._engine.record.text import few
 from eformer._engine.tasks.forks import Lock
@@ -54,7 +64,7 @@ if TYPE_CHECKING:
     from eformer._engine.loading.select import LeafTarget
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
     from eformer._engine.record.planned import LazyArray
-    from eformer._engine.record.rename import Renamed, Rules
+    from eformer._engine.record.rename import Renamed, RenamingRules
     from eformer._engine.stores.base import Files
     from eformer._engine.tasks.progress import Meter
 
@@ -84,6 +94,7 @@ class LoadSource:
     targets    the leaves that the load takes from this checkpoint
     quantized  how the tree is quantised; None if it is not, or if nobody has looked
     numbers    the tree with its quantised weights as numbers, if the load reads it so
+    facts      facts about the model, for the rules
     """
 
     found: Found
@@ -94,6 +105,7 @@ class LoadSource:
     targets: list[LeafTarget] = field(default_factory=list)
     quantized: Quantization | None = None
     numbers: DenseTree | None = None
+    facts: ModelFacts = NO_FACTS
 
     def nbytes(self) -> int:
         """Return the number of bytes that the load reads."""
@@ -113,13 +125,15 @@ class LoadSource:
             target.entry = self.entry.leaves[name]
 
 
-def origin_of(sources: Sequence[LoadSource], rules: Rules | None) -> Origin:
+def origin_of(sources: Sequence[LoadSource], rules: RenamingRules | None) -> Origin:
     """Return the origin of a tree that is loaded from these checkpoints."""
     parents = [
         parent_of(source.found.path, source.entry.save_id, source.found.manifest.digest) for source in sources
     ]
-    recorded = rules_in(sources[0].entry.origin or {}) if rules is None else {}
-    return new_origin("load", parents, recorded)
+    first = sources[0]
+    origin, config = first.entry.origin or {}, first.facts.config
+    record = rules_in(origin) if rules is None else rules_for(rules, config, origin, first.found.path).record
+    return new_origin("load", parents, record)
 
 
 def refuse_kinds(found: Found, keys: Collection[str] | None) -> None:
@@ -147,17 +161,41 @@ def take_below(sources: Sequence[LoadSource], root: str) -> None:
         source.contents = contents or NOTHING
 
 
-def rename_leaves(sources: Sequence[LoadSource], rules: Rules) -> None:
+def model_facts(
+    source: LoadSource, rules: RenamingRules, request: Request, like: Leaves | None
+) -> ModelFacts:
+    """Return the facts that rules need: the recorded configuration or config.json, and the shapes and dtypes of the
+    leaves of `like`. Refuse rules of another layout than the recorded one."""
+    origin, config = source.entry.origin or {}, request.config
+    if config is None:
+        config = config_in(origin) or model_config(source.found.store)
+    rules_for(rules, config, origin, source.found.path)
+    leaves = {name: leaf for name, leaf in (like or {}).items() if hasattr(leaf, "shape")}
+    found = ModelFacts(config)
+    for name, leaf in leaves.items():
+        for spelled in (name, readable(name), readable(name).removesuffix(".value")):
+            found.shapes[spelled], found.dtypes[spelled] = tuple(leaf.shape), str(leaf.dtype)
+    return found
+
+
+def rename_leaves(sources: Sequence[LoadSource], rules: RenamingRules) -> None:
     """Apply the rules to the leaves of each checkpoint, and warn of rules that match no leaf of any checkpoint."""
-    unused = [_rename(source, rules, is_alone=len(sources) == 1).unused_rules for source in sources]
+    found = [_rename(source, rules, is_alone=len(sources) == 1) for source in sources]
+    unused = [result.unused_rules for result in found]
     if idle := [text for line, text in unused[0].items() if all(line in lines for lines in unused)]:
         logger.warning("rename= rules that match no leaf: %s", few(idle))
+    if notes := list(dict.fromkeys(note for result in found for note in result.notes)):
+        logger.warning("rename=: %s", few(notes))
 
 
-def _rename(source: LoadSource, rules: Rules, *, is_alone: bool) -> Renamed:
+def _rename(source: LoadSource, rules: RenamingRules, *, is_alone: bool) -> Renamed:
     """Apply the rules to the leaves of a checkpoint. An error names the checkpoint if it is one of several."""
     try:
-        source.contents, result = renamed(source.contents, rules, source.readers.of(source.entry))
+        source.contents, result = renamed(
+            source.contents, rules, source.readers.of(source.entry), source.facts
+        )
+        with reading(source.found):
+            result.require_tied()
     except MismatchError as error:
         if is_alone:
             raise
@@ -272,7 +310,7 @@ def _dtypes_in(like: Leaves, source: LoadSource, tree: DenseTree, request: Reque
         if request.root is not None and contents:
             contents = below(contents, request.root)
         if request.rename is not None and contents:
-            contents, _ = renamed(contents, request.rename, source.readers.of(source.entry))
+            contents, _ = renamed(contents, request.rename, source.readers.of(source.entry), source.facts)
         contents = named_like(contents or NOTHING, like)
         chosen = contents.select(request.keys)
         return _agreed(like, {n: contents.computed[n] for n in chosen if n in contents.computed}, request)

@@ -131,7 +131,7 @@ def _ranges(digits: Sequence[Digit], start: int, stop: int) -> Iterator[Ranges]:
 # ---------------------------------------------------------------------------------------------- layouts
 
 
-class View(NamedTuple):
+class Strided(NamedTuple):
     """Elements of an array: a box, and in it where the elements begin and how they go on.
 
     steps   the axis, stride and number of each digit
@@ -155,7 +155,9 @@ class Layout:
 
     @cached_property
     def is_identity(self) -> bool:
-        return self.source == self.target and not self.numbered and all(len(l.digits) <= 1 for l in self.source)
+        return (
+            self.source == self.target and not self.numbered and all(len(axis.digits) <= 1 for axis in self.source)
+        )
 
     @cached_property
     def order(self) -> tuple[str, ...]:
@@ -194,11 +196,21 @@ class Layout:
         spread = []  # by source axis: how much of the box is not wanted, and the axis to split
         for axis in self.source:
             low, high, _ = _span(axis, ranges, chosen)
-            sizes = [(d.name, stop - first) for d in axis.digits if d.name in ranges for first, stop in [ranges[d.name]]]
+            sizes = [
+                (d.name, stop - first)
+                for d in axis.digits
+                if d.name in ranges
+                for first, stop in [ranges[d.name]]
+            ]
             count = math.prod(size for _, size in sizes)
             spread.append(((high - low) / count, next((name for name, size in sizes if size > 1), None)))
         waste, apart = max(((w, name) for w, name in spread if name), default=(1.0, None))
-        if apart is None or waste <= 1 or math.prod(w for w, _ in spread) <= 2 or not self._is_worth_it(ranges, apart):
+        if (
+            apart is None
+            or waste <= 1
+            or math.prod(w for w, _ in spread) <= 2
+            or not self._is_worth_it(ranges, apart)
+        ):
             yield ranges
             return
         for index in range(*ranges[apart]):
@@ -209,7 +221,7 @@ class Layout:
         each = math.prod(ranges[name][1] - ranges[name][0] for name in self.free if name != apart)
         return stop - start <= _MOST_PARTS or each >= _MANY_ELEMENTS
 
-    def view_of_source(self, ranges: Ranges, chosen: Mapping[str, int]) -> View:
+    def view_of_source(self, ranges: Ranges, chosen: Mapping[str, int]) -> Strided:
         """Return where elements lie in a source."""
         spans = [_span(axis, ranges, chosen) for axis in self.source]
         box = Box(tuple(low for low, _, _ in spans), tuple(high for _, high, _ in spans))
@@ -219,16 +231,20 @@ class Layout:
             for name, stride, _ in axis.digits
             if name not in chosen
         }
-        return View(box, tuple(begin for _, _, begin in spans), tuple(steps[name] for name in self.free if name in steps))
+        return Strided(
+            box,
+            tuple(begin for _, _, begin in spans),
+            tuple(steps[name] for name in self.free if name in steps),
+        )
 
-    def view_of_target(self, ranges: Ranges, box: Box) -> View:
+    def view_of_target(self, ranges: Ranges, box: Box) -> Strided:
         """Return where elements lie in a box of the target, in the same order."""
         begin, steps = [], {}
         for number, (axis, low) in enumerate(zip(self.target, box.start, strict=True)):
             begin.append(axis.place({name: first for name, (first, _) in ranges.items()}) - low)
             for name, stride, _ in axis.digits:
                 steps[name] = (number, stride, ranges[name][1] - ranges[name][0])
-        return View(box, tuple(begin), tuple(steps[name] for name in self.free))
+        return Strided(box, tuple(begin), tuple(steps[name] for name in self.free))
 
 
 def _span(axis: Lattice, ranges: Ranges, chosen: Mapping[str, int]) -> tuple[int, int, int]:

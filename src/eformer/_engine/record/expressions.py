@@ -59,7 +59,9 @@ class Expression:
 def parse_expression(text: str) -> Expression:
     """Parse an expression. Raise FormatError if it is none."""
     if len(text) > _MOST_CHARACTERS:
-        raise FormatError(f"an expression has at most {_MOST_CHARACTERS} characters, and this one {len(text):,}")
+        raise FormatError(
+            f"an expression has at most {_MOST_CHARACTERS} characters, and this one {len(text):,}"
+        )
     parser = _Parser(text, _tokens(text))
     parser.alternatives()
     if parser.at < len(parser.tokens):
@@ -125,20 +127,20 @@ class _Parser:
     def atom(self) -> None:
         if self.at == len(self.tokens):
             raise self.error("it ends too early")
-        token, self.at = self.tokens[self.at], self.at + 1
-        if token == "(":
+        word, self.at = self.tokens[self.at], self.at + 1
+        if word == "(":
             self.nested()
-        elif token[0].isdigit():
-            self.code.append(("number", float(token) if "." in token else int(token)))
-        elif not _NAME.match(token) or token == "or":
-            raise self.error(f"unexpected {token!r}")
+        elif word[0].isdigit():
+            self.code.append(("number", float(word) if "." in word else int(word)))
+        elif not _NAME.match(word) or word == "or":
+            raise self.error(f"unexpected {word!r}")
         elif self.take("("):
-            if token not in _FUNCTIONS:
-                raise self.error(f"unknown function {token!r}; expected sqrt or bf16")
+            if word not in _FUNCTIONS:
+                raise self.error(f"unknown function {word!r}; expected sqrt or bf16")
             self.nested()
-            self.code.append(("function", token))
+            self.code.append(("function", word))
         else:
-            self.code.append(("name", token))
+            self.code.append(("name", word))
 
     def nested(self) -> None:
         self.depth += 1
@@ -180,7 +182,11 @@ class Numbers:
         value = self.get(expression)
         if value is None:
             missing = [n for kind, n in expression.code if kind == "name" and self.named(n) is None]
-            lacks = f"config.json has no {' and no '.join(dict.fromkeys(missing))}" if self.config else "no config.json"
+            lacks = (
+                f"config.json has no {' and no '.join(dict.fromkeys(missing))}"
+                if self.config
+                else "no config.json"
+            )
             raise FormatError(
                 f"{expression} is unknown ({lacks}); pass config= with it, or write a line NAME = NUMBER"
             )
@@ -192,7 +198,9 @@ class Numbers:
             return self._in_config(name)
         if name not in self._values:
             if name in self._open or len(self._open) >= _MOST_DEPTH:
-                raise FormatError(f"the numbers of these names need each other: {' -> '.join([*self._open, name])}")
+                raise FormatError(
+                    f"the numbers of these names need each other: {' -> '.join([*self._open, name])}"
+                )
             self._open.append(name)
             try:
                 self._values[name] = self.get(self.lets[name])
@@ -211,7 +219,9 @@ class Numbers:
         return int(found) if isinstance(found, bool) else found
 
 
-def _computed(expression: Expression, function: Callable[..., Number], *operands: Number | None) -> Number | None:
+def _computed(
+    expression: Expression, function: Callable[..., Number], *operands: Number | None
+) -> Number | None:
     """Return the result; None if an operand does not exist, an integer where the result is integral."""
     if None in operands:
         return None

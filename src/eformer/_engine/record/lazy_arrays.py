@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from eformer._engine.record.axes import Lattice, Layout, View, lattice
+from eformer._engine.record.axes import Lattice, Layout, Strided, lattice
 from eformer._engine.record.boxes import Box, contiguous
 from eformer._engine.record.dtypes import dtype_from_name, name_of_dtype
 from eformer._engine.record.lazy import lazy_property
@@ -95,7 +95,7 @@ class StoredLeaf(LazyArray):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SourceBlock:
     """The sources of one block of an array, by their indices on the numbered axes of the layout.
 
     `chosen` has the indices that the name of the array gives.
@@ -124,7 +124,7 @@ class Rearranged(LazyArray):
     drops its decoded chunks when the next one is read.
     """
 
-    def __init__(self, parts: Sequence[Part], shape: Sequence[int]) -> None:
+    def __init__(self, parts: Sequence[SourceBlock], shape: Sequence[int]) -> None:
         self.parts = parts
         self._latest = next(iter(parts[0].sources.values()))
         self.shape, self.dtype = tuple(shape), self._latest.dtype
@@ -170,7 +170,7 @@ class Rearranged(LazyArray):
             self._latest.forget()
 
 
-def _copies(part: Part, box: Box) -> Iterator[tuple[LazyArray, View, View]]:
+def _copies(part: SourceBlock, box: Box) -> Iterator[tuple[LazyArray, Strided, Strided]]:
     """Yield the sources of the elements in a box, with the places there and in the box."""
     layout, chosen = part.layout, part.chosen
     for ranges in layout.ranges(box, chosen):
@@ -180,7 +180,7 @@ def _copies(part: Part, box: Box) -> Iterator[tuple[LazyArray, View, View]]:
             yield part.sources[index], here, layout.view_of_target(ranges | one if one else ranges, box)
 
 
-def _digits(array: Array, view: View) -> Array:
+def _digits(array: Array, view: Strided) -> Array:
     """Return the elements of a view, with one axis for each digit."""
     if not view.steps and not array.ndim:
         return array
@@ -202,7 +202,7 @@ def transposed(inner: LazyArray, axes: Sequence[int]) -> Rearranged:
     sizes = dict(zip(names, inner.shape, strict=True))
     order = [names[axis] for axis in axes]
     layout = Layout(_plain(names, sizes), _plain(order, sizes))
-    return Rearranged([Part(layout, {(): inner})], [sizes[name] for name in order])
+    return Rearranged([SourceBlock(layout, {(): inner})], [sizes[name] for name in order])
 
 
 def stacked(inners: Sequence[LazyArray], axis: int) -> Rearranged:
@@ -211,7 +211,9 @@ def stacked(inners: Sequence[LazyArray], axis: int) -> Rearranged:
     sizes = dict(zip(names, inners[0].shape, strict=True)) | {"n": len(inners)}
     order = [*names[:axis], "n", *names[axis:]]
     layout = Layout(_plain(names, sizes), _plain(order, sizes), ("n",))
-    return Rearranged([Part(layout, {(n,): a for n, a in enumerate(inners)})], [sizes[name] for name in order])
+    return Rearranged(
+        [SourceBlock(layout, {(n,): a for n, a in enumerate(inners)})], [sizes[name] for name in order]
+    )
 
 
 def unstacked(inner: LazyArray, axis: int) -> list[Rearranged]:
@@ -222,7 +224,8 @@ def unstacked(inner: LazyArray, axis: int) -> list[Rearranged]:
     layout = Layout(_plain(names, sizes), _plain(order, sizes))
     shape = [sizes[name] for name in order]
     return [
-        Rearranged([Part(layout, {(): inner}, {names[axis]: index})], shape) for index in range(inner.shape[axis])
+        Rearranged([SourceBlock(layout, {(): inner}, {names[axis]: index})], shape)
+        for index in range(inner.shape[axis])
     ]
 
 

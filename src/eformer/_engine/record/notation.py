@@ -48,14 +48,14 @@ Axis = str | Group | Concatenation
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextHole:
     """A placeholder for any text: `{*q}`."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class WordHole:
     """A placeholder for one of some words, which are an axis: `{c=gate|up}`."""
 
     axis: str
@@ -63,7 +63,7 @@ class Words:
 
 
 @dataclass(frozen=True, slots=True)
-class Digit:
+class NumberAxis:
     """An axis in a number. `limit` is the end of its indices; with `is_fixed`, its only index, and it is no axis."""
 
     axis: str
@@ -72,22 +72,22 @@ class Digit:
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
+class NumberHole:
     """A placeholder for a number, which is one axis or several, the last one fastest: `{l}`, `{(b i)}`, `{N + l<M}`.
 
     The number begins at `start`, and is below `stop`.
     """
 
-    digits: tuple[Digit, ...]
+    digits: tuple[NumberAxis, ...]
     start: Expression | None = None
     stop: Expression | None = None
 
 
-Part = str | Text | Words | Index
+Part = str | TextHole | WordHole | NumberHole
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class LeafPattern:
     """The name of a leaf, with placeholders, and its axes; None if the rule leaves the array as it is.
 
     `tied` is the leaf that is read where this one is missing.
@@ -96,7 +96,7 @@ class Leaf:
     text: str
     parts: tuple[Part, ...]
     axes: tuple[Axis, ...] | None
-    tied: Leaf | None = None
+    tied: LeafPattern | None = None
 
     def __str__(self) -> str:
         return self.text if self.axes is None else f"{self.text} [{' '.join(map(str, self.axes))}]"
@@ -108,12 +108,12 @@ class Leaf:
 
     @property
     def texts(self) -> set[str]:
-        return {part.name for part in self.parts if isinstance(part, Text)}
+        return {part.name for part in self.parts if isinstance(part, TextHole)}
 
     def named(self) -> list[str]:
         """List the axes in the name."""
-        words = (part.axis for part in self.parts if isinstance(part, Words))
-        indices = (part for part in self.parts if isinstance(part, Index))
+        words = (part.axis for part in self.parts if isinstance(part, WordHole))
+        indices = (part for part in self.parts if isinstance(part, NumberHole))
         return [*(d.axis for index in indices for d in index.digits if not d.is_fixed), *words]
 
     def axes_of(self, block: int) -> list[str]:
@@ -140,8 +140,8 @@ class AxisRule:
 
     where: str
     text: str
-    left: tuple[Leaf, ...]
-    right: tuple[Leaf, ...]
+    left: tuple[LeafPattern, ...]
+    right: tuple[LeafPattern, ...]
     steps: tuple[ValueStep, ...] = ()
     is_two_way: bool = True
     condition: Expression | None = None
@@ -153,7 +153,9 @@ class AxisRule:
     def literal(self) -> str:
         """Return a name that the left side could match, to find the nearest existing one."""
         parts = self.left[0].parts if self.left else ()
-        return "".join(p if isinstance(p, str) else p.words[0] if isinstance(p, Words) else "0" for p in parts)
+        return "".join(
+            p if isinstance(p, str) else p.words[0] if isinstance(p, WordHole) else "0" for p in parts
+        )
 
 
 # --------------------------------------------------------------------------------------------- axes
@@ -198,7 +200,9 @@ def parse_axes(text: str) -> tuple[Axis, ...]:
     axes, rest = _axes_until(tokens, 0, text, 0)
     if rest < len(tokens):
         raise FormatError(f"[{text}]: unexpected {tokens[rest]!r}")
-    if axes.count(REST) > 1 or any(REST in names_in(a, j) for a in axes if a != REST for j in range(_count(a))):
+    if axes.count(REST) > 1 or any(
+        REST in names_in(a, j) for a in axes if a != REST for j in range(_count(a))
+    ):
         raise FormatError(f"[{text}]: ... stands once, and in no group")
     if sum(map(_concatenations, axes)) > 1:
         raise FormatError(f"[{text}]: a leaf has at most one axis with +")
@@ -218,7 +222,9 @@ def _axes_until(tokens: Sequence[str], at: int, text: str, depth: int) -> tuple[
 
 def _block(tokens: Sequence[str], at: int, text: str, depth: int) -> tuple[Axis, int]:
     if at == len(tokens) or tokens[at] in "+)" or depth > _MOST_DEPTH:
-        raise FormatError(f"[{text}]: expected an axis {'at the end' if at == len(tokens) else 'before ' + tokens[at]}")
+        raise FormatError(
+            f"[{text}]: expected an axis {'at the end' if at == len(tokens) else 'before ' + tokens[at]}"
+        )
     if tokens[at] != "(":
         return tokens[at], at + 1
     parts, at = _axes_until(tokens, at + 1, text, depth + 1)
@@ -235,33 +241,37 @@ _INDEX = re.compile(r"(?:(?P<start>.+)\+)?\s*(?P<digits>\w+|\([^()]*\))\s*(?:<(?
 _DIGIT = re.compile(r"(\w+)(?:([<=])(\S+))?", re.ASCII)
 
 
-def _parse_hole(text: str) -> Text | Words | Index:
+def _parse_hole(text: str) -> TextHole | WordHole | NumberHole:
     if text.startswith("*"):
-        return Text(_word(text[1:], text))
+        return TextHole(_word(text[1:], text))
     axis, equals, words = text.partition("=")
     if equals and "(" not in axis:
         return _words(_word(axis, text), words.split("|"), text)
     if not (match := _INDEX.fullmatch(text.strip())):
-        raise FormatError(f"{{{text}}} is no placeholder; expected {{l}}, {{(b i)}}, {{N + l}}, {{l<N}}, {{c=k|v}} or {{*q}}")
+        raise FormatError(
+            f"{{{text}}} is no placeholder; expected {{l}}, {{(b i)}}, {{N + l}}, {{l<N}}, {{c=k|v}} or {{*q}}"
+        )
     digits = tuple(_digit(digit, text) for digit in match["digits"].strip("()").split())
     if not digits or digits[0].limit:
         raise FormatError(f"{{{text}}}: only an inner axis of a number has a limit, such as {{(b i<5)}}")
     start, stop = (parse_expression(match[key]) if match[key] else None for key in ("start", "stop"))
-    return Index(digits, start, stop)
+    return NumberHole(digits, start, stop)
 
 
-def _digit(text: str, hole: str) -> Digit:
+def _digit(text: str, hole: str) -> NumberAxis:
     match = _DIGIT.fullmatch(text)
     if not match:
-        raise FormatError(f"{{{hole}}}: {text!r} is no axis; expected a name, or a name with a limit such as i<5")
+        raise FormatError(
+            f"{{{hole}}}: {text!r} is no axis; expected a name, or a name with a limit such as i<5"
+        )
     limit = parse_expression(match[3]) if match[3] else None
-    return Digit(_word(match[1], hole), limit, match[2] == "=")
+    return NumberAxis(_word(match[1], hole), limit, match[2] == "=")
 
 
-def _words(axis: str, words: Sequence[str], hole: str) -> Words:
+def _words(axis: str, words: Sequence[str], hole: str) -> WordHole:
     if not all(words) or len(set(words)) < len(words):
         raise FormatError(f"{{{hole}}}: the words differ from each other, and none is empty")
-    return Words(axis, tuple(words))
+    return WordHole(axis, tuple(words))
 
 
 def _word(text: str, hole: str) -> str:
@@ -315,8 +325,8 @@ def parse_rule(where: str, line: str) -> AxisRule:
     return rule
 
 
-def _parse_side(text: str) -> tuple[Leaf, ...]:
-    leaves: list[Leaf] = []
+def _parse_side(text: str) -> tuple[LeafPattern, ...]:
+    leaves: list[LeafPattern] = []
     at = 0
     while at < len(text):
         names, at = _parse_names(text, at)
@@ -325,7 +335,9 @@ def _parse_side(text: str) -> tuple[Leaf, ...]:
         leaves.append(_leaf(names[0], axes, tied))
         comma = re.compile(r"\s*,\s+|\s*$").match(text, at)
         if not comma:
-            raise FormatError(f"unexpected {text[at:].strip()[:40]!r}; leaves are set apart by a comma and a space")
+            raise FormatError(
+                f"unexpected {text[at:].strip()[:40]!r}; leaves are set apart by a comma and a space"
+            )
         at = comma.end()
         if comma[0].strip() and at == len(text):
             raise FormatError("a leaf is missing behind the last comma")
@@ -350,13 +362,13 @@ def _parse_brackets(text: str, at: int) -> tuple[tuple[Axis, ...] | None, int]:
     return (parse_axes(match[1]), match.end()) if match else (None, at)
 
 
-def _leaf(name: str, axes: tuple[Axis, ...] | None, tied: Leaf | None = None) -> Leaf:
+def _leaf(name: str, axes: tuple[Axis, ...] | None, tied: LeafPattern | None = None) -> LeafPattern:
     split = _HOLE.split(name)  # text and holes in turn
     parts = tuple(_parse_hole(part) if n % 2 else part for n, part in enumerate(split) if n % 2 or part)
-    texts = [part.name for part in parts if isinstance(part, Text)]
+    texts = [part.name for part in parts if isinstance(part, TextHole)]
     if len(texts) > _MOST_TEXTS or len(set(texts)) < len(texts):
         raise FormatError(f"{name} has more than {_MOST_TEXTS} placeholders of text, or one twice")
-    return Leaf(name, parts, axes, tied)
+    return LeafPattern(name, parts, axes, tied)
 
 
 _STEPS = "scale X, add X, pad AXIS N, cast DTYPE, fill X"
@@ -385,7 +397,7 @@ def _dtype(text: str) -> str:
 # ------------------------------------------------------------------------------------------- checks
 
 
-def blocks_of(leaves: Sequence[Leaf]) -> list[tuple[int, int]]:
+def blocks_of(leaves: Sequence[LeafPattern]) -> list[tuple[int, int]]:
     """List the blocks of a side in order, as the numbers of leaf and block."""
     return [(n, block) for n, leaf in enumerate(leaves) for block in range(leaf.count)]
 
@@ -408,7 +420,9 @@ def _check(rule: AxisRule) -> None:
     for (i, block), (j, other) in zip(left, right, strict=True):
         _check_axes(rule.left[i], block, rule.right[j], other)
         _check_words(rule.left[i], rule.right[j])
-        if rule.left[i].texts ^ rule.right[j].texts and (rule.is_two_way or rule.right[j].texts - rule.left[i].texts):
+        if rule.left[i].texts ^ rule.right[j].texts and (
+            rule.is_two_way or rule.right[j].texts - rule.left[i].texts
+        ):
             raise FormatError("both sides have the same placeholders of text")
 
 
@@ -420,14 +434,16 @@ def _check_brackets(rule: AxisRule) -> None:
         raise FormatError("... stands on both sides, or on neither")
     if leaves[0].axes is None and any(step.verb == "pad" for step in rule.steps):
         raise FormatError("pad needs brackets with the axis on both sides")
-    if any(leaf.tied for leaf in leaves) and (len(leaves) > 2 or rule.right[0].tied or rule.left[0].count > 1):
+    if any(leaf.tied for leaf in leaves) and (
+        len(leaves) > 2 or rule.right[0].tied or rule.left[0].count > 1
+    ):
         raise FormatError("`A or B` stands alone on the left, with one leaf on the right")
     for step in rule.steps:
         if step.verb == "pad" and not any(step.axis in (leaf.axes or ()) for leaf in rule.right):
             raise FormatError(f"pad: {step.axis} is not an axis of its own on the right")
 
 
-def _check_axes(left: Leaf, block: int, right: Leaf, other: int) -> None:
+def _check_axes(left: LeafPattern, block: int, right: LeafPattern, other: int) -> None:
     sides = {"left": left.axes_of(block), "right": right.axes_of(other)}
     if left.tied and set(left.tied.named()) != set(left.named()):
         raise FormatError(f"{left.text} and {left.tied.text} have different placeholders")
@@ -444,8 +460,10 @@ def _check_axes(left: Leaf, block: int, right: Leaf, other: int) -> None:
             )
 
 
-def _check_words(left: Leaf, right: Leaf) -> None:
-    words = {part.axis: part.words for part in left.parts if isinstance(part, Words)}
+def _check_words(left: LeafPattern, right: LeafPattern) -> None:
+    words = {part.axis: part.words for part in left.parts if isinstance(part, WordHole)}
     for part in right.parts:
-        if isinstance(part, Words) and len(words.get(part.axis, part.words)) != len(part.words):
-            raise FormatError(f"{part.axis} has {len(words[part.axis])} words on the left, {len(part.words)} on the right")
+        if isinstance(part, WordHole) and len(words.get(part.axis, part.words)) != len(part.words):
+            raise FormatError(
+                f"{part.axis} has {len(words[part.axis])} words on the left, {len(part.words)} on the right"
+            )

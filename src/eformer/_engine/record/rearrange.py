@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +18,7 @@ import numpy as np
 
 from eformer._engine.record.axes import Layout, all_names, lattice, size_of, solve
 from eformer._engine.record.dtypes import dtype_from_name, is_floating, name_of_dtype
-from eformer._engine.record.lazy_arrays import Computed, Part, Rearranged, Resized
+from eformer._engine.record.lazy_arrays import Computed, SourceBlock, Rearranged, Resized
 from eformer._engine.record.notation import REST, blocks_of
 from eformer._engine.record.templates import KnownSizes, Template
 from eformer.errors import FormatError
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.record.axes import Sizes
     from eformer._engine.record.expressions import Numbers
-    from eformer._engine.record.notation import Axis, AxisRule, Leaf, ValueStep
+    from eformer._engine.record.notation import Axis, AxisRule, LeafPattern, ValueStep
     from eformer._engine.record.planned import LazyArray
     from eformer._engine.record.templates import Bound
 
@@ -96,11 +97,16 @@ class ReadyRule:
     def __init__(self, rule: AxisRule, numbers: Numbers, *, back: bool) -> None:
         self.rule, self.back = rule, back
         self.known = KnownSizes(rule, numbers)
-        left, right = [Template(leaf, self.known) for leaf in rule.left], [Template(leaf, self.known) for leaf in rule.right]
+        left, right = (
+            [Template(leaf, self.known) for leaf in rule.left],
+            [Template(leaf, self.known) for leaf in rule.right],
+        )
         self.sources, self.targets = (right, left) if back else (left, right)
         self.tied = Template(rule.left[0].tied, self.known) if rule.left and rule.left[0].tied else None
         self.pairs = list(self._pairs()) if self.sources and self.targets else []
-        self.pairs_of = [[(n, p) for n, p in enumerate(self.pairs) if p.source == i] for i in range(len(self.sources))]
+        self.pairs_of = [
+            [(n, p) for n, p in enumerate(self.pairs) if p.source == i] for i in range(len(self.sources))
+        ]
         self.pads = {s.axis: s for s in rule.steps if s.verb == "pad"}
         self.solved: dict[tuple[object, ...], Solved | str] = {}
         self.plans: dict[tuple[object, ...], Plan] = {}
@@ -122,7 +128,9 @@ class ReadyRule:
         leaves = (self.sources[0].leaf, self.targets[0].leaf)
         sides = [" ".join(map(str, leaf.axes)) for leaf in leaves if leaf.axes is not None]
         moved = [f"[{sides[0]}] to [{sides[1]}]"] if sides and sides[0] != sides[1] else []
-        steps = [f"{step} undone" for step in self.rule.steps[::-1]] if self.back else map(str, self.rule.steps)
+        steps = (
+            [f"{step} undone" for step in self.rule.steps[::-1]] if self.back else map(str, self.rule.steps)
+        )
         return ", ".join([*moved, *steps])
 
     @property
@@ -131,7 +139,9 @@ class ReadyRule:
         if len(self.pairs) != 1:
             return False
         (pair,) = self.pairs
-        return not pair.numbered and not pair.chosen and self.sources[0].leaf.axes == self.targets[0].leaf.axes
+        return (
+            not pair.numbered and not pair.chosen and self.sources[0].leaf.axes == self.targets[0].leaf.axes
+        )
 
 
 def _kind_of(members: Members) -> tuple[object, ...]:
@@ -166,7 +176,9 @@ class Assembly:
     shapes   the shapes that leaves must have, by name, as far as they are known
     """
 
-    def __init__(self, numbers: Numbers, lines: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self, numbers: Numbers, lines: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
         self.numbers, self.lines, self.shapes = numbers, lines, shapes
         self.targets: dict[str, Target] = {}
         self.problems: dict[str, None] = {}
@@ -196,7 +208,9 @@ class Assembly:
         for index in itertools.product(*(range(sizes[axis]) for axis in pair.chosen)):
             yield {**bound, **dict(zip(pair.chosen, index, strict=True))}
 
-    def _put(self, ready: ReadyRule, number: int, bound: Bound, index: tuple[int, ...], member: Member) -> None:
+    def _put(
+        self, ready: ReadyRule, number: int, bound: Bound, index: tuple[int, ...], member: Member
+    ) -> None:
         leaf = ready.pairs[number].target
         new = ready.targets[leaf].fill(bound)
         target = self.targets.get(new)
@@ -224,7 +238,9 @@ class Assembly:
         names = template.leaf.named()
         missing = [n for n in (*names, *(n for axis in axes for n in all_names(axis))) if n not in sizes]
         if missing or template.leaf.texts:
-            self.problems[f"{ready.where}: the size of {' and '.join(missing) or '...'} is unknown; pass like="] = None
+            self.problems[
+                f"{ready.where}: the size of {' and '.join(missing) or '...'} is unknown; pass like="
+            ] = None
             return
         shape = tuple(size_of(axis, sizes) for axis in axes)
         for index in itertools.product(*(range(sizes[name]) for name in names)):
@@ -232,7 +248,9 @@ class Assembly:
 
     # ----------------------------------------------------------------------------------------- sizes
 
-    def _solve(self, ready: ReadyRule, number: int, bound: Bound, name: str, array: LazyArray) -> Solved | str:
+    def _solve(
+        self, ready: ReadyRule, number: int, bound: Bound, name: str, array: LazyArray
+    ) -> Solved | str:
         """Return the sizes of the axes of a leaf, or the problem with them. Leaves alike share them."""
         wanted = self._wanted(ready, bound) if self.shapes else ()
         key = (number, array.shape, array.dtype, wanted)
@@ -249,7 +267,13 @@ class Assembly:
     def _wanted(self, ready: ReadyRule, bound: Bound) -> tuple[tuple[int, ...] | None, ...]:
         """Return the shapes of the targets of a leaf, as far as they are known."""
         first = dict.fromkeys((name for pair in ready.pairs for name in pair.chosen), 0) | bound
-        names = [template.fill(first) if set(template.leaf.named()) <= first.keys() and {f"*{t}" for t in template.leaf.texts} <= first.keys() else "" for template in ready.targets]
+        names = [
+            template.fill(first)
+            if set(template.leaf.named()) <= first.keys()
+            and {f"*{t}" for t in template.leaf.texts} <= first.keys()
+            else ""
+            for template in ready.targets
+        ]
         return tuple(map(self.shapes.get, names))
 
     def _solved(
@@ -262,7 +286,11 @@ class Assembly:
     ) -> Sizes:
         sizes = dict(ready.known.sizes)
         equations = list(zip(axes, shape, strict=True))
-        others = [pair for template, known in zip(ready.targets, wanted, strict=False) for pair in self._equations(ready, template.leaf, known)]
+        others = [
+            pair
+            for template, known in zip(ready.targets, wanted, strict=False)
+            for pair in self._equations(ready, template.leaf, known)
+        ]
         before = -1
         while len(sizes) > before:
             before = len(sizes)
@@ -276,23 +304,33 @@ class Assembly:
                 raise FormatError(self._undivided(axis, total, unknown))
         return sizes
 
-    def _equations(self, ready: ReadyRule, leaf: Leaf, shape: tuple[int, ...] | None) -> Iterator[tuple[Axis, int]]:
+    def _equations(
+        self, ready: ReadyRule, leaf: LeafPattern, shape: tuple[int, ...] | None
+    ) -> Iterator[tuple[Axis, int]]:
         """Yield the axes of a target whose sizes are known, without stacked and padded ones."""
         numbered = {name for pair in ready.pairs for name in pair.numbered}
-        if shape is None or leaf.axes is None or not (len(shape) >= len(leaf.axes) - 1 if REST in leaf.axes else len(shape) == len(leaf.axes)):
+        if (
+            shape is None
+            or leaf.axes is None
+            or not (len(shape) >= len(leaf.axes) - 1 if REST in leaf.axes else len(shape) == len(leaf.axes))
+        ):
             return
         for axis, total in zip(_expanded(leaf.axes, len(shape)), shape, strict=True):
             if not (numbered | (set() if ready.back else set(ready.pads))) & set(all_names(axis)):
                 yield axis, total
 
-    def _solve_source(self, ready: ReadyRule, axis: Axis, total: int, sizes: Sizes, name: str, number: int) -> None:
+    def _solve_source(
+        self, ready: ReadyRule, axis: Axis, total: int, sizes: Sizes, name: str, number: int
+    ) -> None:
         given = dict(sizes)
         try:
             solve(axis, total, sizes)
         except FormatError as error:
             raise FormatError(self._contradiction(axis, total, given, name, number, str(error))) from error
 
-    def _contradiction(self, axis: Axis, total: int, sizes: Sizes, name: str, number: int, problem: str) -> str:
+    def _contradiction(
+        self, axis: Axis, total: int, sizes: Sizes, name: str, number: int, problem: str
+    ) -> str:
         if isinstance(axis, str) and axis in self.lines:
             return (
                 f"{axis} is {sizes[axis]} by {self.lines[axis]}, and an axis of {total} in {name}; use another letter "
@@ -339,7 +377,7 @@ class Assembly:
         for number, members in target.members.items():
             chosen = {axis: target.bound[axis] for axis in ready.pairs[number].chosen}
             sources = {index: member.array for index, member in members.items()}
-            parts.append(Part(plan.layouts[number], sources, chosen))
+            parts.append(SourceBlock(plan.layouts[number], sources, chosen))
         if len(parts) == 1 and parts[0].is_all:
             return target.first.array
         return Rearranged(parts, plan.shape)
@@ -350,7 +388,10 @@ class Assembly:
         sizes = self._merged(name, target)
         leaf = ready.targets[target.leaf].leaf
         rest = sum(isinstance(axis, str) and axis.startswith(REST) for axis in some[0].solved.axes)
-        axes = _expanded(leaf.axes or (REST,), len(leaf.axes or (REST,)) + (rest - 1 if REST in (leaf.axes or (REST,)) else 0))
+        axes = _expanded(
+            leaf.axes or (REST,),
+            len(leaf.axes or (REST,)) + (rest - 1 if REST in (leaf.axes or (REST,)) else 0),
+        )
         self._require_all(name, target, sizes, axes)
         layouts = {}
         for number, member in zip(target.members, some, strict=True):
@@ -399,7 +440,9 @@ class Assembly:
                 missing = ready.sources[pair.source].fill({**target.bound, **index})
                 raise FormatError(f"{shown}: no source{at} ({missing} is missing)")
         if unknown := sorted({n for axis in axes for n in all_names(axis) if n not in sizes}):
-            raise FormatError(f"{shown}: the size of {' and '.join(unknown)} is unknown; pass config= or like=")
+            raise FormatError(
+                f"{shown}: the size of {' and '.join(unknown)} is unknown; pass config= or like="
+            )
 
     # ----------------------------------------------------------------------------------------- steps
 
@@ -418,7 +461,9 @@ class Assembly:
         if step.verb == "cast":
             return array
         number = _factor(step, ready, name, array)
-        return Computed(array, np.dtype(np.float32), step.verb, 1 / number if step.verb == "scale" else -number)
+        return Computed(
+            array, np.dtype(np.float32), step.verb, 1 / number if step.verb == "scale" else -number
+        )
 
     def _cut(self, step: ValueStep, ready: ReadyRule, name: str, array: LazyArray) -> LazyArray:
         for template in ready.sources:
@@ -435,7 +480,9 @@ class Assembly:
                 )
             at = axes.index(step.axis)
             if array.shape[at] < size:
-                raise FormatError(f"{name} has {array.shape[at]} elements along {step.axis}, fewer than {size}")
+                raise FormatError(
+                    f"{name} has {array.shape[at]} elements along {step.axis}, fewer than {size}"
+                )
             return _resized(array, at, size)
         return array
 
@@ -449,10 +496,8 @@ class Assembly:
 
 def _try_solve(axis: Axis, total: int, sizes: Sizes) -> None:
     """Solve an axis of `like`. A contradiction is found later, when the shapes are compared."""
-    try:
+    with suppress(FormatError):
         solve(axis, total, sizes)
-    except FormatError:
-        pass
 
 
 def _with_steps(array: LazyArray, target: Target, name: str) -> LazyArray:
@@ -467,12 +512,14 @@ def _with_steps(array: LazyArray, target: Target, name: str) -> LazyArray:
     return array
 
 
-def _with_step(step: ValueStep, array: LazyArray, ready: ReadyRule, leaf: Leaf, name: str) -> LazyArray:
+def _with_step(step: ValueStep, array: LazyArray, ready: ReadyRule, leaf: LeafPattern, name: str) -> LazyArray:
     if step.verb == "pad":
         return _padded(step, array, ready, leaf, name)
     if step.verb == "cast":
         _require_wide(step, array, name)
-        return Computed(array, dtype_from_name(step.dtype))
+        array = Computed(array, dtype_from_name(step.dtype))
+        array.keeps_dtype = True
+        return array
     return Computed(array, np.dtype(np.float32), step.verb, _factor(step, ready, name, array))
 
 
@@ -486,7 +533,7 @@ def _factor(step: ValueStep, ready: ReadyRule, name: str, array: LazyArray) -> f
     return number
 
 
-def _padded(step: ValueStep, array: LazyArray, ready: ReadyRule, leaf: Leaf, name: str) -> LazyArray:
+def _padded(step: ValueStep, array: LazyArray, ready: ReadyRule, leaf: LeafPattern, name: str) -> LazyArray:
     assert step.number
     if step.axis not in (leaf.axes or ()):
         return array

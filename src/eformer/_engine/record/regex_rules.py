@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.record.planned import LazyArray
 
+
 @dataclass(frozen=True, slots=True)
 class RuleStep:
     """A step of a rule: transpose, stack or unstack. `number` is the template of the position in a stack."""

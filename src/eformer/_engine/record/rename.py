@@ -1,6 +1,6 @@
 """Rename leaves and move their elements by rules; `docs/guides/renaming.md` describes their syntax.
 
-Rules are stages: the rules of a stage see the names that the stage before has made. Read backwards, the last stage
+RenamingRules are stages: the rules of a stage see the names that the stage before has made. Read backwards, the last stage
 comes first.
 
 Tests: tests/engine/record/test_rename.py, tests/engine/record/test_rename_axes.py.
@@ -134,7 +134,7 @@ def largest_difference(one: LazyArray, other: LazyArray) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class RenamingRules:
     """Rules of one text or several, and the direction. Each text sees the names that the text before has made."""
 
     texts: tuple[RuleText | BookName, ...] = ()
@@ -158,7 +158,7 @@ class Rules:
             for stage in text.stages if isinstance(text, RuleText) else ():
                 yield from stage
 
-    def of_model(self, numbers: Mapping[str, Any]) -> Rules:
+    def of_model(self, numbers: Mapping[str, Any]) -> RenamingRules:
         """Return the rules with the books for a model in the place of names of layouts."""
         kind = numbers.get("model_type")
         kind = kind if isinstance(kind, str) else None
@@ -200,12 +200,18 @@ class Rules:
             assert isinstance(text, RuleText)
             own = dict.fromkeys([*renamed.arrays, *renamed.plain.values()], "")
             for stage in text.stages[::-1] if self.back else text.stages:
-                is_last = text is texts[0 if self.back else -1] and stage is text.stages[0 if self.back else -1]
-                renaming = _Renaming(stage, text, known, is_last=is_last)
-                renamed = _joined(renamed, renaming.apply(renamed.arrays, dict.fromkeys(renamed.plain.values())))
+                is_last = (
+                    text is texts[0 if self.back else -1] and stage is text.stages[0 if self.back else -1]
+                )
+                renaming = _Renaming(stage, text, known, is_last=is_last, before=renamed.transforms)
+                renamed = _joined(
+                    renamed, renaming.apply(renamed.arrays, dict.fromkeys(renamed.plain.values()))
+                )
                 own, kept = renaming.still_kept(own), renaming.still_kept(kept)
             if text.book and own:
-                unmatched = [f"{name}: no rule of {text.book.name} matches{hint}" for name, hint in own.items()]
+                unmatched = [
+                    f"{name}: no rule of {text.book.name} matches{hint}" for name, hint in own.items()
+                ]
                 raise MismatchError(unmatched, context="rename")
         renamed.kept = [f"{name}{hint}" for name, hint in kept.items()]
         _set_dtypes(renamed, known)
@@ -227,20 +233,20 @@ class _Known:
         return next((p[key] for p in parts if isinstance(p, Mapping) for key in keys if p.get(key)), None)
 
 
-def rules_from(given: RenameRules, *, back: bool = False) -> Rules:
+def rules_from(given: RenameRules, *, back: bool = False) -> RenamingRules:
     """Parse rules in any form that a caller may pass. A string without line breaks and arrows is the name of a book if
     there is one, else a path."""
     if callable(given):
         raise TypeError("rename= is a function; expected rules: pairs of a pattern and a new name, or a file")
     if isinstance(given, (str, os.PathLike)):
-        return Rules((_named(given),), back)
+        return RenamingRules((_named(given),), back)
     items: list[Any] = [*given.items()] if isinstance(given, Mapping) else [*given]
-    return Rules(tuple(_texts(items)), back)
+    return RenamingRules(tuple(_texts(items)), back)
 
 
-def parse_rules(text: str, origin: str) -> Rules:
+def parse_rules(text: str, origin: str) -> RenamingRules:
     """Parse the rules of a file. A single error lists all lines that are not rules."""
-    return Rules((_parsed(text.splitlines(), origin, ""),))
+    return RenamingRules((_parsed(text.splitlines(), origin, ""),))
 
 
 def parse_book(name: str, model_type: str | None = None) -> RuleText:
@@ -363,10 +369,17 @@ class _Renaming:
     """The state of one stage while it walks the leaves."""
 
     def __init__(
-        self, stage: Sequence[RegexRule | AxisRule], text: RuleText, known: _Known, *, is_last: bool
+        self,
+        stage: Sequence[RegexRule | AxisRule],
+        text: RuleText,
+        known: _Known,
+        *,
+        is_last: bool,
+        before: Mapping[str, str] | None = None,
     ) -> None:
         self.stage, self.known, self.is_last = stage, known, is_last
         self.is_book = text.book is not None
+        self.before = before or {}
         self.numbers = Numbers(text.lets, known.config)
         self.kept: dict[str, str] = {}
         self.renamed = Renamed()
@@ -442,7 +455,9 @@ class _Renaming:
         self.kept[name] = _near_miss(near, array)
         self.add(name, name, array)
 
-    def take_by_regex(self, rule: RegexRule | ReadyRule, name: str, text: str, array: LazyArray | None) -> bool:
+    def take_by_regex(
+        self, rule: RegexRule | ReadyRule, name: str, text: str, array: LazyArray | None
+    ) -> bool:
         """Apply a rule with a regular expression; return False if it does not match."""
         assert isinstance(rule, RegexRule)
         match = rule.pattern.fullmatch(name) or (text != name and rule.pattern.fullmatch(text))
@@ -452,7 +467,9 @@ class _Renaming:
         if rule.name is None:
             self.renamed.left_out.append(name)
         elif self.known.back:
-            self.problems.append(f"{rule.where} has a regular expression and cannot be read from right to left")
+            self.problems.append(
+                f"{rule.where} has a regular expression and cannot be read from right to left"
+            )
         else:
             self.apply_rule(rule, name, match, array)
         return True
@@ -480,7 +497,8 @@ class _Renaming:
             self.renamed.left_out.append(name)
         elif self.known.back and not ready.rule.is_two_way:
             self.problems.append(
-                f"{ready.where} has -> and cannot be read from right to left; write <->, or leave it out of the way back"
+                f"{ready.where} has -> and cannot be read from right to left; write <->, or leave it out of the way "
+                "back"
             )
         elif array is None or (ready.moves_nothing and not ready.rule.steps):
             self.add(ready.targets[0].fill(bound), name, array)
@@ -531,7 +549,8 @@ class _Renaming:
         elif array is None:
             renamed.plain[old] = new
         else:
-            renamed.arrays[new], renamed.transforms[new] = array, transform
+            renamed.arrays[new] = array
+            renamed.transforms[new] = ", ".join(filter(None, [self.before.get(old), transform]))
         self.taken.add(new)
 
     def add_hints(self) -> None:
@@ -564,7 +583,7 @@ def _joined(before: Renamed, after: Renamed) -> Renamed:
     """Join the records of two stages."""
     return Renamed(
         after.arrays,
-        {name: text or before.transforms.get(name, "") for name, text in after.transforms.items()},
+        after.transforms,
         {old: after.plain[new] for old, new in before.plain.items() if new in after.plain},
         left_out=[*before.left_out, *after.left_out],
         unused_rules=before.unused_rules | after.unused_rules,

@@ -9,14 +9,14 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.record.axes import all_names
-from eformer._engine.record.notation import Digit, Index, Text, Words
+from eformer._engine.record.notation import NumberAxis, NumberHole, TextHole, WordHole
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from eformer._engine.record.expressions import Expression, Numbers
-    from eformer._engine.record.notation import AxisRule, Leaf, Part
+    from eformer._engine.record.notation import AxisRule, LeafPattern, Part
 
 Bound = dict[str, Any]
 """The index of each axis in a name; by a star and its name, the text of each placeholder of text."""
@@ -30,10 +30,10 @@ def outline_of(name: str) -> str:
     return name.translate(_TO_ZERO)
 
 
-def _digits_of(rule: AxisRule) -> Iterator[Digit]:
+def _digits_of(rule: AxisRule) -> Iterator[NumberAxis]:
     for leaf in (*rule.left, *rule.right):
         for part in leaf.parts:
-            if isinstance(part, Index):
+            if isinstance(part, NumberHole):
                 yield from part.digits
 
 
@@ -52,7 +52,7 @@ class KnownSizes:
         for name in sorted(names | {digit.axis for digit in _digits_of(rule)}):
             if name in numbers.lets and (value := numbers.named(name)) is not None:
                 self.radix[name] = self.natural(value, name)
-        words = (part for leaf in leaves for part in leaf.parts if isinstance(part, Words))
+        words = (part for leaf in leaves for part in leaf.parts if isinstance(part, WordHole))
         self.words = {part.axis: len(part.words) for part in words}
         self.radix |= self.words
         limits = {digit.axis: digit.limit for digit in _digits_of(rule) if digit.limit}
@@ -76,7 +76,7 @@ class KnownSizes:
 class Template:
     """The name of a leaf in a rule, ready to match names and to make them."""
 
-    def __init__(self, leaf: Leaf, known: KnownSizes) -> None:
+    def __init__(self, leaf: LeafPattern, known: KnownSizes) -> None:
         self.leaf = leaf
         self.holes = {n: _hole(part, known) for n, part in enumerate(leaf.parts) if not isinstance(part, str)}
         self.texts = [part if isinstance(part, str) else "" for part in leaf.parts]
@@ -119,13 +119,13 @@ class Template:
 def _pattern(part: Part) -> str:
     if isinstance(part, str):
         return re.escape(part)
-    if isinstance(part, Words):
+    if isinstance(part, WordHole):
         return f"({'|'.join(map(re.escape, part.words))})"
-    return "(.+)" if isinstance(part, Text) else _NUMBER
+    return "(.+)" if isinstance(part, TextHole) else _NUMBER
 
 
 def _outline(part: Part) -> str:
-    if isinstance(part, Index):
+    if isinstance(part, NumberHole):
         return "0+"
     return re.escape(outline_of(part)) if isinstance(part, str) else outline_of(_pattern(part))
 
@@ -144,8 +144,8 @@ class _Hole:
         raise NotImplementedError
 
 
-class _TextHole(_Hole):
-    def __init__(self, part: Text) -> None:
+class _FilledText(_Hole):
+    def __init__(self, part: TextHole) -> None:
         self.key = f"*{part.name}"
 
     def read(self, text: str, bound: Bound) -> bool:
@@ -157,8 +157,8 @@ class _TextHole(_Hole):
         return text
 
 
-class _WordHole(_Hole):
-    def __init__(self, part: Words) -> None:
+class _FilledWord(_Hole):
+    def __init__(self, part: WordHole) -> None:
         self.key, self.words, self.count = part.axis, part.words, len(part.words)
         self.indices = {word: index for index, word in enumerate(part.words)}
 
@@ -167,13 +167,14 @@ class _WordHole(_Hole):
         return True
 
     def write(self, bound: Mapping[str, Any]) -> str:
-        return self.words[bound[self.key]]
+        word: str = self.words[bound[self.key]]
+        return word
 
 
-class _PlainIndex(_Hole):
+class _FilledIndex(_Hole):
     """Any number, which is one axis."""
 
-    def __init__(self, part: Index) -> None:
+    def __init__(self, part: NumberHole) -> None:
         self.key = part.digits[0].axis
 
     def read(self, text: str, bound: Bound) -> bool:
@@ -184,17 +185,21 @@ class _PlainIndex(_Hole):
         return str(bound[self.key])
 
 
-class _AnyIndex(_Hole):
+class _FilledNumber(_Hole):
     """A number with a start, an end, limits or several axes."""
 
-    def __init__(self, part: Index, known: KnownSizes) -> None:
+    def __init__(self, part: NumberHole, known: KnownSizes) -> None:
         self.key = part.digits[0].axis
         self.start = known.number(part.start) if part.start else 0
         self.stop = known.number(part.stop) if part.stop else None
         if self.stop is not None and len(part.digits) == 1:
             self.count = max(0, self.stop - self.start)
         self.digits = [
-            (digit, known.radix_of(digit.axis) if n else 0, known.number(digit.limit) if digit.limit else None)
+            (
+                digit,
+                known.radix_of(digit.axis) if n else 0,
+                known.number(digit.limit) if digit.limit else None,
+            )
             for n, digit in enumerate(part.digits)
         ]
 
@@ -218,10 +223,10 @@ class _AnyIndex(_Hole):
         return str(number + self.start)
 
 
-def _hole(part: Text | Words | Index, known: KnownSizes) -> _Hole:
-    if isinstance(part, Text):
-        return _TextHole(part)
-    if isinstance(part, Words):
-        return _WordHole(part)
+def _hole(part: TextHole | WordHole | NumberHole, known: KnownSizes) -> _Hole:
+    if isinstance(part, TextHole):
+        return _FilledText(part)
+    if isinstance(part, WordHole):
+        return _FilledWord(part)
     is_plain = len(part.digits) == 1 and not part.start and not part.stop
-    return _PlainIndex(part) if is_plain else _AnyIndex(part, known)
+    return _FilledIndex(part) if is_plain else _FilledNumber(part, known)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from eformer._engine.record.planned import Source
-    from eformer._engine.record.rename import Rules
+    from eformer._engine.record.rename import RenamingRules
     from eformer._engine.tools.conversion import ConvertedTree
 
 BASE = "base_model.model."  # PEFT begins every name with this, before the module of the base model
@@ -233,7 +233,7 @@ def _wrong_ranks(config: Config, leaves: Sequence[AdapterLeaf]) -> Iterator[str]
 _CONTEXT = "cannot be converted to a PEFT adapter"
 
 
-def plan_adapter(tree: ConvertedTree, given: Mapping[str, Any], rules: Rules | None) -> None:
+def plan_adapter(tree: ConvertedTree, given: Mapping[str, Any], rules: RenamingRules | None) -> None:
     """Reduce a tree to the leaves of an adapter, and add its configuration. A single error lists all problems.
 
     given    settings of the caller; they override the settings in the metadata of a former adapter
@@ -267,7 +267,7 @@ def _choose(tree: ConvertedTree, config: Config) -> list[Source]:
     ]
 
 
-def _unmatched(sources: Sequence[Source], rules: Rules) -> Iterator[str]:
+def _unmatched(sources: Sequence[Source], rules: RenamingRules) -> Iterator[str]:
     """Yield a problem for leaves that no rule matches: they may be moments of an optimizer instead of weights."""
     for source in sources:
         ((_, array),) = source.parts

@@ -19,7 +19,7 @@ from eformer._engine.record.manifest import UNREADABLE
 from eformer._engine.record.names import join_name, names_below, refuse_root, resolve, split_name
 from eformer._engine.record.origin import Origin, new_origin, rules_in
 from eformer._engine.record.planned import Source
-from eformer._engine.record.rename import Renamed, Rules, refuse_transformed_keys
+from eformer._engine.record.rename import Renamed, RenamingRules, refuse_transformed_keys
 from eformer._engine.record.structure import part_below, with_names
 from eformer._engine.record.text import count, few, glance, shortened, size
 from eformer._engine.record.values import LeftToCode, value_from_json
@@ -132,7 +132,7 @@ class LeafChoice:
     """
 
     root: str | None = None
-    rules: Rules | None = None
+    rules: RenamingRules | None = None
     keys: Sequence[str] | None = None
     numbers: Mapping[str, Any] | None = None
     shapes: Mapping[str, tuple[int, ...]] | None = None
@@ -186,10 +186,9 @@ def _select(
         return _part_tree(view, arrays, names, *part, cast)
     below = {names[name]: array for name, array in arrays.items() if name in names}
     values = {names[name]: value for name, value in raw.items() if name in names}
-    renamed = (choice.rules or Rules(())).apply(
+    renamed = (choice.rules or RenamingRules(())).apply(
         below, list(values), choice.numbers, choice.shapes, choice.dtypes
     )
-    renamed.require_tied()
     if choice.keys is not None:
         _keep_only(renamed, choice.keys)
     converted = _rename_tree(view, renamed, values, cast)
@@ -254,6 +253,7 @@ def source_of(name: str, array: LazyArray, cast: str | None = None) -> Source:
 
 def _rename_tree(view: View, renamed: Renamed, values: dict[str, Any], cast: str | None) -> ConvertedTree:
     refuse_transformed_keys(renamed.arrays.values())
+    renamed.require_tied()
     names = [*renamed.arrays, *renamed.plain.values()]
     structure, final = nested_spelled({name: name for name in names})
     converted = ConvertedTree(
@@ -267,13 +267,21 @@ def _rename_tree(view: View, renamed: Renamed, values: dict[str, Any], cast: str
     converted.kept = renamed.kept
     converted.notes += [f"matches no leaf: {rule}" for rule in renamed.unused_rules.values()]
     converted.notes += [f"left out: {name}" for name in renamed.left_out]
-    converted.notes += renamed.notes
+    converted.notes += [*renamed.notes, *_roundings(converted)]
     converted.notes += [
         f"{name} is stored as {final[name]}, because a part of its name is a leaf itself"
         for name in names
         if final[name] != join_name(split_spelled(name))
     ]
     return converted
+
+
+def _roundings(tree: ConvertedTree) -> Iterator[str]:
+    """Yield a note for leaves that rules compute in float32 and that are stored in fewer bits."""
+    for source in tree.sources:
+        ((_, array),) = source.parts
+        if array.is_changed and array.dtype.itemsize > source.itemsize:
+            yield f"{source.name}: computed in float32, stored as {source.dtype}; the way back is not exact"
 
 
 def _losses(tree: ConvertedTree, target: TargetFormat) -> Iterator[str]:

@@ -17,7 +17,7 @@ import msgspec
 
 from eformer._engine.formats.dense import refuse_raw
 from eformer._engine.formats.find import look_at
-from eformer._engine.formats.model_config import model_config
+from eformer._engine.formats.model_config import given_config, model_config
 from eformer._engine.formats.model_rules import ModelRules, model_rules
 from eformer._engine.formats.others.peft import CONFIG, WEIGHTS, with_config
 from eformer._engine.formats.quantized import dtype_of_dequant
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from eformer._engine.formats.found import Found
+    from eformer._engine.formats.model_config import ModelConfig
     from eformer._engine.formats.run_steps import StepChoice
     from eformer._engine.record.planned import Source
     from eformer._engine.record.rename import RenameRules
@@ -95,7 +96,7 @@ def convert(
     back: bool | None = None,
     like: str | os.PathLike[str] | None = None,
     dtype: Any = None,
-    config: Mapping[str, Any] | None = None,
+    config: ModelConfig | None = None,
     max_shard_bytes: int | None = None,
     memory: int | None = None,
     dry_run: bool = False,
@@ -118,14 +119,16 @@ def convert(
     root             name of a subtree, such as "params", to convert as the whole checkpoint
     keys             names of leaves or subtrees to convert, or patterns such as "layers.*.bias"; after `rename`. With
                      `keys` or `rename`, the result is nested dicts by the names of the leaves
-    rename           rules: a file, their text, a dict {pattern: "new name | step"}, pairs or lines; see
-                     `docs/guides/renaming.md`
-    back             read the rules from right to left: `rename`, or the rules that the source has recorded
+    rename           rules: the name of a shipped book, a file, their text, a dict {pattern: "new name | step"}, pairs
+                     or lines; see `docs/guides/renaming.md`
+    back             read the rules from right to left, such as from the layout of a JAX program to Hugging Face's:
+                     `rename`, or the rules that the source has recorded
     like             the model of Hugging Face that the result resembles: for to="hf", see `export`, and for the shapes
                      and dtypes that rules give leaves on the way back
     dtype            cast floating leaves to this dtype
-    config           for to="peft": settings of adapter_config.json, such as lora_alpha, see `docs/guides/peft.md`; for
-                     to="hf" and for rules: settings of config.json
+    config           config.json of the model for the rules, as a dict or a path; None for the recorded one, or the file
+                     at `source`. For to="hf": settings on top of it. For to="peft": settings of adapter_config.json,
+                     such as lora_alpha; see `docs/guides/peft.md`
     max_shard_bytes  maximum size of one safetensors file
     memory           maximum memory of the program in bytes, even for larger leaves; None for 2 GB more than the program
                      already takes, or more if a larger chunk must be decoded
@@ -182,6 +185,7 @@ def convert_opened(
     _check_arguments(target, destination, has_rules=has_rules, config=config, like=like)
     if target != "hf" and (fill_from_like or not card):
         raise ValueError(f"fill_from_like= and card= are for to='hf', and the target is {target}")
+    settings = None if config is None else given_config(config)
     names = None if keys is None else (keys,) if isinstance(keys, str) else tuple(keys)
     with ExitStack() as stack:
         found, views = opening(stack)
@@ -193,9 +197,8 @@ def convert_opened(
                 "allow_missing=True to convert the rest"
             )
         model = None if like is None else open_model(like, stack)
-        settled = _settle_rules(
-            rename, back, found, views, model, None if target == "peft" else config, target
-        )
+        numbers = None if target == "peft" else settings
+        settled = _settle_rules(rename, back, found, views, model, numbers, target)
         rules = settled.rules if settled else None
         choice = LeafChoice(root, rules, names, *_facts_for_rules(settled, model, target))
         cast = None if target == "hf" else dtype  # an export gives each tensor the dtype that `like` has
@@ -205,11 +208,11 @@ def convert_opened(
         _check(trees, target, place.name, max_shard_bytes)
         if target == "peft":
             (tree,) = trees.values()
-            plan_adapter(tree, config or {}, rules)
+            plan_adapter(tree, settings or {}, rules)
         files = None
         if target == "hf":
             (tree,) = trees.values()
-            files = plan_model(tree, ExportWish(model, config, dtype, card, fill_from_like, allow_missing))
+            files = plan_model(tree, ExportWish(model, settings, dtype, card, fill_from_like, allow_missing))
         conversion = summarize(source if step is None else found.path, destination, target, trees, left_out)
         budget = _budget(memory, trees, target)
         if not dry_run:

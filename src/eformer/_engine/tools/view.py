@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from eformer._engine.formats.dense import dense_tree, marks_in, refuse_problems
+from eformer._engine.formats.dense import DenseTree, dense_tree, marks_in, refuse_problems
 from eformer._engine.formats.find import look_at, signer_of, was_replaced
+from eformer._engine.formats.model_config import given_config, model_config
+from eformer._engine.formats.nested_names import nested_spelled
 from eformer._engine.formats.quantized import dtype_of_dequant, quantization_of
 from eformer._engine.formats.run_steps import path_of_step
 from eformer._engine.loading.fetch import fetch
@@ -27,6 +29,7 @@ from eformer._engine.record.lazy_arrays import StoredLeaf, entry_of
 from eformer._engine.record.manifest import Leaves, parse_structure, with_entries
 from eformer._engine.record.names import Spellings, ambiguous, with_nearest
 from eformer._engine.record.origin import Origin, parent_of
+from eformer._engine.record.rename import refuse_transformed_keys, rules_from
 from eformer._engine.record.values import value_from_json
 from eformer._engine.stores.cache import caching
 from eformer._engine.stores.keys import public_key
@@ -37,13 +40,14 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Collection, Sequence
 
-    from eformer._engine.formats.dense import DenseTree
     from eformer._engine.formats.found import Found
+    from eformer._engine.formats.model_config import ModelConfig
     from eformer._engine.formats.quantized import Quantization
     from eformer._engine.formats.run_steps import StepChoice
     from eformer._engine.record.display import TreeSummary
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
     from eformer._engine.record.planned import LazyArray
+    from eformer._engine.record.rename import RenameRules, RenamingRules
     from eformer._engine.record.signature import Verifier
     from eformer._engine.stores.cache import Cached
     from eformer._engine.stores.keys import Key
@@ -131,6 +135,9 @@ def open(  # noqa: A001
     cache: Cached = None,
     signed_by: Key | None = None,
     dequant: Any = None,
+    rename: RenameRules | None = None,
+    back: bool = False,
+    config: ModelConfig | None = None,
 ) -> View:
     """Open one tree of the checkpoint at `path` as a mapping from names to leaves. Reads no data.
 
@@ -138,7 +145,8 @@ def open(  # noqa: A001
     trees. Elements come as stored; with `dequant`, a floating dtype such as "bf16", the weights of a quantised model
     come as numbers, see `load`. Otherwise they lack their scales. `cache` keeps bytes from a bucket on the disk. With
     `signed_by`, a public key, bytes that its owner has not signed raise an error. Of a run, `step` is the number of
-    another step than the newest, or "best".
+    another step than the newest, or "best". `rename` gives the leaves the names and the layout of rules, which `back`
+    reads from right to left; `config` is the model's config.json for them, see `load`.
 
     Example:
 
@@ -147,8 +155,13 @@ def open(  # noqa: A001
         ...     step = view["step"]  # a plain value
         ...     params = view["params"]  # a subtree: a dict of its leaves by name
     """
+    if rename is None and (back or config is not None):
+        raise ValueError("back= and config= are for the rules of rename=")
     dtype = dtype_of_dequant(dequant)
-    return _opened(path, prefix, cache, None if signed_by is None else public_key(signed_by), step, dtype)
+    rules = None if rename is None else rules_from(rename, back=back)
+    numbers = None if config is None else given_config(config)
+    signer = None if signed_by is None else public_key(signed_by)
+    return _opened(path, prefix, cache, signer, step, dtype, rules, numbers)
 
 
 class View(Shown, Mapping[str, Any]):
@@ -176,12 +189,15 @@ class View(Shown, Mapping[str, Any]):
         *,
         holds: bool = True,
         dequant: str | None = None,
+        rules: RenamingRules | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         self._found, self._path, self._asked, self._prefix = found, found.path, prefix, prefix or ""
         self._tree = found.tree(prefix)
         self._entries: Mapping[str, LeafEntry] = Leaves(self._tree)
         self._cache, self._is_open = cache, True
         self._dequant, self._others = dequant, dict[int, View]()
+        self._rules, self._config = rules, config
         self._quantized: Quantization | None = None
         self._numbers: DenseTree | None = None
         self._files = found.files(self._tree)
@@ -192,6 +208,8 @@ class View(Shown, Mapping[str, Any]):
                 )
             if dequant is not None:
                 self._read_as_numbers(dequant)
+            if rules:
+                self._rename(rules, model_config(found.store) if config is None else config)
         except BaseException:
             self.close()
             raise
@@ -202,6 +220,19 @@ class View(Shown, Mapping[str, Any]):
         if self._quantized is not None:
             self._numbers = dense_tree(self._quantized, dtype, self._reader_of)
             self._entries = {name: entry_of(array) for name, array in self._numbers.arrays.items()}
+
+    def _rename(self, rules: RenamingRules, config: Mapping[str, Any]) -> None:
+        """Show the leaves as rules make them."""
+        renamed = rules.apply(self.arrays, list(self.raw_values), config)
+        refuse_transformed_keys(renamed.arrays.values())
+        renamed.require_tied()
+        structure, final = nested_spelled({name: name for name in (*renamed.arrays, *renamed.plain.values())})
+        stored = {} if self._numbers is None else {new: old for old, new in self._numbers.values.items()}
+        values = {stored.get(old, old): final[new] for old, new in renamed.plain.items()}
+        arrays = {final[name]: array for name, array in renamed.arrays.items()}
+        problems = {} if self._numbers is None else self._numbers.problems
+        self._numbers = DenseTree(arrays, values, structure, problems=problems)
+        self._entries = {name: entry_of(array) for name, array in arrays.items()}
 
     def _reader_of(self, tree: TreeEntry) -> View:
         """Return a view of a tree of the checkpoint, which may have the scales of this tree."""
@@ -235,7 +266,7 @@ class View(Shown, Mapping[str, Any]):
     def raw_values(self) -> dict[str, Any]:
         """Return the plain values by name, as JSON."""
         raw, numbers = self._tree.raw_values, self._numbers
-        return raw if numbers is None else {numbers.values[name]: value for name, value in raw.items()}
+        return raw if numbers is None else {numbers.values[n]: raw[n] for n in raw if n in numbers.values}
 
     @property
     def structure(self) -> Any:
@@ -335,7 +366,8 @@ class View(Shown, Mapping[str, Any]):
     def __reduce__(self) -> Any:
         """Pickle as a path: the copy opens the files again, in this process or another."""
         signed_by = self._found.signed_by
-        return _opened, (self._path, self._asked, self._cache, signed_by, None, self._dequant)
+        others = (self._dequant, self._rules, self._config)
+        return _opened, (self._path, self._asked, self._cache, signed_by, None, *others)
 
     def _shown(self) -> tuple[str, Sequence[TreeSummary], Sequence[str]]:
         tree = self._tree if self._numbers is None else with_entries(self._tree, self._entries)
@@ -389,9 +421,11 @@ def _opened(
     signed_by: Verifier | None = None,
     step: StepChoice = None,
     dequant: str | None = None,
+    rules: RenamingRules | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> View:
     def opened(found: Found) -> View:
-        view = View(found, prefix, cache, dequant=dequant)
+        view = View(found, prefix, cache, dequant=dequant, rules=rules, config=config)
         try:
             view.refuse_problems()
         except BaseException:
