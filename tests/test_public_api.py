@@ -65,7 +65,7 @@ CHECKPOINT = {
     "diff": "(a, b, *, prefix=None, progress=None)",
     "export": "(tree_or_path, destination, *, like=None, rename=None, back=None, step=None, prefix=None, root=None, keys=None, "
     "config=None, dtype=None, max_shard_size='5GB', card=True, fill_from_like=False, allow_missing=False, memory=None, dry_run=False, "
-    "progress=None, origin=None)",
+    "progress=None, dequant=None, origin=None)",
     "fingerprint": "(tree, *, timeout=None)",
     "follow": "(path, *, after=None, poll=10.0, timeout=None)",
     "inspect": "(path, *, step=None)",

@@ -8,6 +8,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from eformer import checkpoint
 from eformer._engine.stores.locate import store_at
 from eformer.checkpoint import convert, export, inspect, load, save, verify
-from eformer.errors import MismatchError, NotFoundError
+from eformer.errors import MismatchError, NotFoundError, QuantizedError
 from support.models import CONFIG, ROWS, weights, write_model
 from support.safetensors_files import assert_equal, read_by_index, tensors_in
 
@@ -370,7 +371,7 @@ def test_arguments_of_an_export_are_refused_elsewhere(tree, like, tmp_path):
         convert(tmp_path / "step", tmp_path / "new", to="safetensors", like=like)
     with pytest.raises(ValueError, match=r"fill_from_like= and card= are for to='hf'"):
         convert(tmp_path / "step", tmp_path / "new", to="safetensors", card=False)
-    with pytest.raises(ValueError, match=r"step= and prefix= are for the path of a checkpoint"):
+    with pytest.raises(ValueError, match=r"step=, prefix= and dequant= are for the path of a checkpoint"):
         export(tree, tmp_path / "new", like=like, step=3)
     with pytest.raises(ValueError, match=r"'5 bytes' is not a size"):
         export(tree, tmp_path / "new", like=like, max_shard_size="5 bytes")
@@ -389,6 +390,7 @@ def test_a_directory_that_exists_is_refused(tree, like, tmp_path):
 
 _INTERRUPTED = """
 import signal, sys, time
+import ml_dtypes
 import numpy as np
 from eformer.checkpoint import export
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -454,3 +456,39 @@ def test_the_card_has_licence_and_origin(tree, like, tmp_path):
     assert f"from step-7, a checkpoint with the digest {digest}" in card
     assert "rules llama/flax, version 1" in card
     assert "Theirs" not in card
+
+
+# ------------------------------------------------------------------------------------------ quantised weights
+
+
+def fp8(path):
+    """Write a model whose weights of layers are FP8 with scales."""
+    tensors = {}
+    for name, array in weights().items():
+        if ".mlp." in name:
+            tensors[name] = array.astype(ml_dtypes.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = np.ones((1, 1), np.float32)
+        else:
+            tensors[name] = array
+    method = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    return write_model(path, tensors, CONFIG | {"quantization_config": method})
+
+
+def test_a_quantised_like_is_compared_as_numbers_and_the_result_is_dense(tree, tmp_path):
+    export(tree, tmp_path / "new", like=fp8(tmp_path / "like"))
+    assert_equal(tensors_in(tmp_path / "new"), weights())
+    assert config_of(tmp_path / "new") == CONFIG
+
+
+def test_a_quantised_model_is_exported_as_numbers_if_asked(tmp_path):
+    source = fp8(tmp_path / "source")
+    with pytest.raises(QuantizedError, match="fp8"):
+        export(source, tmp_path / "new", like=source)
+    export(source, tmp_path / "new", like=source, dequant="bf16")
+    assert_equal(tensors_in(tmp_path / "new"), weights())
+
+
+def test_missing_tensors_of_a_quantised_like_come_as_numbers(tree, tmp_path):
+    del tree["model.layers.3.mlp.weight"]
+    export(tree, tmp_path / "new", like=fp8(tmp_path / "like"), fill_from_like=True)
+    assert_equal(tensors_in(tmp_path / "new"), weights())

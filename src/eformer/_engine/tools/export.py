@@ -42,6 +42,7 @@ def export(
     memory: int | None = None,
     dry_run: bool = False,
     progress: Progress = None,
+    dequant: Any = None,
     origin: Mapping[str, Any] | None = None,
 ) -> Conversion:
     """Write a tree as a directory that `AutoModelForCausalLM.from_pretrained` and vLLM open.
@@ -75,6 +76,7 @@ def export(
     memory          maximum memory of the program in bytes, see `convert`
     dry_run         plan and check the export, but write nothing
     progress        True for a progress bar, or a function of the bytes done and the total
+    dequant         of the path of a quantised model: a floating dtype, such as "bf16", for its weights, see `convert`
     origin          of a tree: `LoadReport.origin` of the load that it began with, which has rules and configuration
 
     Example:
@@ -91,8 +93,8 @@ def export(
         if origin is not None:
             raise ValueError("origin= is for a tree; a checkpoint has a recorded origin")
         return convert(tree_or_path, destination, **arguments)
-    if step is not None or prefix is not None:
-        raise ValueError("step= and prefix= are for the path of a checkpoint, not for a tree")
+    if step is not None or prefix is not None or dequant is not None:
+        raise ValueError("step=, prefix= and dequant= are for the path of a checkpoint, not for a tree")
 
     def opened(stack: ExitStack) -> tuple[Found, dict[str, View]]:
         from eformer._engine.saving.memory import found_in_memory  # late: it imports jax
@@ -117,5 +119,5 @@ _OF_CONVERT = (
         "card",
         "fill_from_like",
     ),
-    *("allow_missing", "memory", "dry_run", "progress"),
+    *("allow_missing", "memory", "dry_run", "progress", "dequant"),
 )
