@@ -152,5 +152,7 @@ def test_a_load_reads_a_layout_backwards_by_its_recorded_configuration(ours):
 
 
 def test_a_load_of_another_layout_than_the_recorded_one_is_an_error_that_names_both(ours):
-    with pytest.raises(ValueError, match=r"rules 'qwen3/maxtext', and rename='qwen3/maxtext-unscanned' would"):
+    with pytest.raises(
+        ValueError, match=r"rules 'qwen3/maxtext', and rename='qwen3/maxtext-unscanned' would"
+    ):
         load(ours, rename="maxtext-unscanned", back=True)

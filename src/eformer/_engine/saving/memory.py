@@ -1,8 +1,9 @@
 """Describe a tree in memory as a checkpoint, so that tools read its leaves as they read files.
 
-Each box of an array on one device is a file. On accelerators, one box at a time is copied to the host.
+Each box of an array on one device is a file. On accelerators, one box at a time is copied to the host. A tree that
+lies in several processes goes through the store.
 
-Tests: tests/engine/tools/test_export.py.
+Tests: tests/engine/tools/test_export.py, tests/multihost/test_export.py.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import jax
 import numpy as np
 
 from eformer._engine.formats.found import Foreign, Found, foreign_found
-from eformer._engine.processes.hosts import Hosts
+from eformer._engine.processes.hosts import Hosts, meeting
 from eformer._engine.record.boxes import Box, straight
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.indexes import MEMORY
@@ -21,16 +22,24 @@ from eformer._engine.record.manifest import DataFile, Extent, LeafEntry, foreign
 from eformer._engine.record.options import SaveOptions
 from eformer._engine.saving.snapshot import snapshot
 from eformer._engine.saving.staging import box_on_host
+from eformer._engine.saving.start import save
+from eformer._engine.stores.checkpoints import remove_checkpoint
+from eformer._engine.stores.hub import is_hub_url
 from eformer._engine.stores.local import LocalStore
+from eformer._engine.stores.locate import store_at
 from eformer._engine.stores.virtual_files import UnchangingFiles
 from eformer._engine.tasks.forks import Lock
 from eformer._engine.trees.flatten import flatten
 from eformer.errors import LeafError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from eformer._engine.record.planned import ArrayBox, Source
+
+
+_ON_THE_WAY = ".to-export"  # ends the name of a checkpoint that an export of several processes removes
+_MOST_SECONDS = 86_400.0  # that the other processes wait while the first one converts
 
 
 def found_in_memory(tree: Any, origin: Mapping[str, Any] | None = None) -> Found:
@@ -47,6 +56,30 @@ def found_in_memory(tree: Any, origin: Mapping[str, Any] | None = None) -> Found
     entry = foreign_tree(files=files, leaves=entries, structure=structure, values=values, origin=origin)
     foreign = Foreign(open_files=lambda _: _Arrays(boxes))
     return foreign_found(MEMORY, LocalStore(MEMORY), MEMORY, {"": entry}, {}, foreign)
+
+
+def through_store(
+    tree: Any, destination: str, origin: Mapping[str, Any] | None, use: Callable[[str], bytes]
+) -> bytes:
+    """Save a tree of several processes beside the destination, call `use` with its path in the first process, and
+    remove it. Return the result in every process."""
+    if is_hub_url(destination):
+        raise ValueError(
+            f"{destination}: several processes cannot upload a tree together; save it, and export the path of the "
+            "checkpoint in one process"
+        )
+    store, name = store_at(destination).parent()
+    path = store.path_to(f"{name}{_ON_THE_WAY}")
+    save(tree, path, origin=origin)
+    with meeting("exports a tree", _MOST_SECONDS) as hosts:
+
+        def answer(_: Sequence[bytes]) -> bytes:
+            try:
+                return use(path)
+            finally:
+                remove_checkpoint(store, f"{name}{_ON_THE_WAY}")
+
+        return hosts.meet(b"", answer)
 
 
 def _require_here(leaves: Mapping[str, Any]) -> None:

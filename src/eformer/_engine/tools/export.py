@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from eformer._engine.record.text import parse_size
 from eformer._engine.tasks.interrupts import uninterrupted
+from eformer._engine.tools.conversion import Conversion
 from eformer._engine.tools.convert import convert, convert_opened
 from eformer._engine.tools.view import View
 
@@ -18,7 +21,6 @@ if TYPE_CHECKING:
     from eformer._engine.formats.run_steps import StepChoice
     from eformer._engine.record.rename import RenameRules
     from eformer._engine.tasks.progress import Progress
-    from eformer._engine.tools.conversion import Conversion
 
 
 @uninterrupted
@@ -52,7 +54,9 @@ def export(
     all; in a bucket the index comes last. Names, shapes, the vocabulary and tokens are compared with `like` before
     anything is written, and one error lists all differences.
 
-    tree_or_path    a tree of arrays, which must lie in this process; or the path of a checkpoint or a run
+    tree_or_path    a tree of arrays; or the path of a checkpoint or a run. If the program has several processes, all of
+                    them pass the tree; it goes through a checkpoint beside the destination, `NAME.to-export`, which
+                    the first process converts
     destination     a new directory, on this machine or in a bucket; or hf://org/model[@revision], to which one commit
                     uploads the model. A directory that exists is refused; that commit replaces the weights of the
                     model
@@ -95,6 +99,21 @@ def export(
         return convert(tree_or_path, destination, **arguments)
     if step is not None or prefix is not None or dequant is not None:
         raise ValueError("step=, prefix= and dequant= are for the path of a checkpoint, not for a tree")
+
+    from eformer._engine.processes.hosts import is_alone  # late: these import jax
+
+    if not is_alone():
+        from eformer._engine.saving.memory import through_store
+
+        if dry_run:
+            raise ValueError("dry_run=True is for a program of one process, or for the path of a checkpoint")
+        made = through_store(
+            tree_or_path,
+            os.fspath(destination),
+            origin,
+            lambda path: msgspec.msgpack.encode(convert(path, destination, **arguments)),
+        )
+        return msgspec.msgpack.decode(made, type=Conversion)
 
     def opened(stack: ExitStack) -> tuple[Found, dict[str, View]]:
         from eformer._engine.saving.memory import found_in_memory  # late: it imports jax
