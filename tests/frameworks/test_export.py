@@ -139,3 +139,16 @@ def test_a_larger_vocabulary_opens(tmp_path):
         checkpoint.export(tree, tmp_path / "ours", like=tmp_path / "theirs")
     checkpoint.export(tree, tmp_path / "ours", like=tmp_path / "theirs", config={"vocab_size": 64})
     assert logits(opened(tmp_path / "ours")).shape == (1, 12, 64)
+
+
+@pytest.mark.parametrize("layout", ["maxtext", "flax"])
+@pytest.mark.parametrize("model", ["llama", "llama, tied", "qwen3_moe", "gpt_oss"])
+def test_a_model_trained_in_another_layout_goes_back(tmp_path, model, layout):
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(CONFIGS[model]()).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours, report = checkpoint.load(tmp_path / "theirs", rename=layout, return_report=True)
+    with checkpoint.Run(tmp_path / "run", every=1, origin=report.origin) as run:
+        run.after(1, {"state": ours})
+    checkpoint.export(tmp_path / "run", tmp_path / "ours", like=tmp_path / "theirs", root="state")
+    np.testing.assert_allclose(logits(opened(tmp_path / "ours")), logits(theirs), atol=1e-5)
