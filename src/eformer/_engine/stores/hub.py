@@ -119,7 +119,10 @@ def refuse_to_write(url: str) -> NoReturn:
 
 
 def _refusal(url: str) -> str:
-    return f"{url}: models of the Hugging Face Hub can only be read; save to a directory, and upload it by `hf upload`"
+    return (
+        f"{url}: models of the Hugging Face Hub can only be read, or written by checkpoint.export; save to a "
+        "directory, and upload it by `hf upload`"
+    )
 
 
 def _library(part: str = "") -> Any:
