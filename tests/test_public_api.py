@@ -59,9 +59,13 @@ UTILS = {
 CHECKPOINT = {
     "abstract": "(path, *, step=None, prefix=None, plain=False)",
     "best": "(path, *, by=None, mode='min')",
-    "convert": "(source, destination, *, to=None, step=None, prefix=None, root=None, keys=None, rename=None, back=False, dtype=None, config=None, "
-    "max_shard_bytes=None, memory=None, dry_run=False, allow_missing=False, progress=None, dequant=None)",
+    "convert": "(source, destination, *, to=None, step=None, prefix=None, root=None, keys=None, rename=None, back=None, like=None, "
+    "dtype=None, config=None, max_shard_bytes=None, memory=None, dry_run=False, allow_missing=False, fill_from_like=False, card=True, "
+    "progress=None, dequant=None)",
     "diff": "(a, b, *, prefix=None, progress=None)",
+    "export": "(tree_or_path, destination, *, like=None, rename=None, back=None, step=None, prefix=None, root=None, keys=None, "
+    "config=None, dtype=None, max_shard_size='5GB', card=True, fill_from_like=False, allow_missing=False, memory=None, dry_run=False, "
+    "progress=None, dequant=None, origin=None)",
     "fingerprint": "(tree, *, timeout=None)",
     "follow": "(path, *, after=None, poll=10.0, timeout=None)",
     "inspect": "(path, *, step=None)",
@@ -78,9 +82,9 @@ CHECKPOINT = {
     "report": "(path, against=None, *, values=True, prefix=None, step=None, keep=None, memory=None, progress=None)",
     "same": "(tree, path, *, prefix=None, timeout=None)",
     "save": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions(), overwrite=False, "
-    "progress=None)",
+    "origin=None, progress=None)",
     "save_async": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions(), "
-    "overwrite=False)",
+    "overwrite=False, origin=None)",
     "score": "(path, step, metrics)",
     "rules": "(name)",
     "sign": "(path, *, private_key, password=None, progress=None)",

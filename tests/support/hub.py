@@ -1,7 +1,9 @@
-"""A double of the Hugging Face Hub on loopback: models with revisions, large files on another server, ranges."""
+"""A double of the Hugging Face Hub on loopback: models with revisions, large files on another server, ranges,
+and commits."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -27,7 +29,7 @@ class Asked:
 
 @dataclass
 class Hub:
-    """Models by name: {commit: {path: bytes}}, and what the names of revisions mean."""
+    """Models by name: {commit: {path: bytes}}, and the commits that the names of revisions mean."""
 
     commits: dict[tuple[str, str], dict[str, bytes]] = field(default_factory=dict)
     revisions: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -89,6 +91,45 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 self.large(found[1])
             else:
                 self.answer(404, b"")
+
+        def do_POST(self):
+            self.noted = Asked(self.command, self.path, None, self.headers.get("Authorization"))
+            hub.asked.append(self.noted)
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            path = urlsplit(self.path).path
+            if self.headers.get("Authorization") != "Bearer hf_allowed":
+                self.answer(401, b"")
+            elif path == "/api/validate-yaml":
+                self.json({"errors": [], "warnings": []})
+            elif path == "/api/repos/create":
+                asked = json.loads(body)
+                model = "/".join(filter(None, (asked.get("organization"), asked["name"])))
+                if not any(name == model for name, _ in hub.revisions):
+                    hub.commit(model, {})
+                self.json({"url": f"{hub.url}/{model}", "name": model})
+            elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/branch/(.+)", path):
+                hub.revisions.setdefault((found[1], unquote(found[2])), hub.revisions[found[1], "main"])
+                self.json({})
+            elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/preupload/(.+)", path):
+                names = [file["path"] for file in json.loads(body)["files"]]
+                self.json(
+                    {"files": [{"path": n, "uploadMode": "regular", "shouldIgnore": False} for n in names]}
+                )
+            elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commit/(.+)", path):
+                self.take_commit(found[1], unquote(found[2]), body)
+            else:
+                self.answer(404, b"")
+
+        def take_commit(self, model, revision, body):
+            files = dict(hub.commits[model, hub.revisions[model, revision]])
+            for line in body.splitlines():
+                change = json.loads(line)
+                if change["key"] == "file":
+                    files[change["value"]["path"]] = base64.b64decode(change["value"]["content"])
+                elif change["key"] == "deletedFile":
+                    del files[change["value"]["path"]]
+            sha = hub.commit(model, files, revision)
+            self.json({"success": True, "commitOid": sha, "commitUrl": f"{hub.url}/{model}/commit/{sha}"})
 
         def sha_of(self, model, revision):
             if model in hub.gated and self.headers.get("Authorization") != "Bearer hf_allowed":

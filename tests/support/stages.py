@@ -49,6 +49,7 @@ HOLDS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "docs/guides/from-flax.md": lambda after: after["state"]["step"] == after["state"]["w"][0, 0] == 80,
     "docs/guides/from-hugging-face.md": lambda after: same_as_llama(after),
     "docs/guides/from-orbax.md": lambda after: after["state"]["step"] == after["state"]["w"][0, 0] == 80,
+    "docs/guides/to-hugging-face.md": lambda after: same_as_qwen(),
     "docs/guides/from-safetensors.md": lambda after: after["params"]["layer.bias"][0] == 80,
 }
 
@@ -77,6 +78,7 @@ def llama(path: str) -> dict[str, Any]:
     weights["model.embed.weight"] = np.ones((8, 2), np.float32)
     Path(path).mkdir(parents=True)
     safetensors.numpy.save_file(weights, Path(path, "model.safetensors"))
+    Path(path, "config.json").write_text('{"model_type": "llama"}')
     Path("llama.rules").write_text(LLAMA_RULES)
     return {"layers": {"up": jnp.zeros((3, 4, 2))}, "embed": jnp.zeros((8, 2))}
 
@@ -101,6 +103,13 @@ def same_as_llama(after: dict[str, Any]) -> bool:
     both = [checkpoint.diff("models/llama", path) for path in ("again", "for-hf")]
     on_devices = after["params"]["layers"]["self_attn"]["q_proj"].sharding.spec
     return all(one.same for one in both) and on_devices == P(None, None, "model")
+
+
+def same_as_qwen() -> bool:
+    """Tell whether every way back leads to the leaves of the model, bit for bit."""
+    paths = ("for-hf", "tuned-params", "plain")
+    same = all(checkpoint.diff("models/qwen3", path).same for path in paths)
+    return same and Path("for-hf", "tokenizer_config.json").exists() and Path("tuned", "config.json").exists()
 
 
 @stage("README.md")
@@ -191,6 +200,13 @@ def _msgpack() -> dict[str, Any]:
 def _partial_loads() -> dict[str, Any]:
     model = jax.eval_shape(lambda tree: tree, llama("hf/llama"))
     return {"checkpoint": checkpoint, "abstract_model": model, "mesh": mesh("data")}
+
+
+@stage("docs/guides/to-hugging-face.md")
+def _to_hugging_face() -> dict[str, Any]:
+    shutil.copytree(ROOT / "tests" / "rules" / "models" / "qwen3", "models/qwen3")
+    Path("models/qwen3/tokenizer_config.json").write_text("{}")
+    return {"train_step": lambda params: params}
 
 
 @stage("docs/guides/peft.md")

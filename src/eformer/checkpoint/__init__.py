@@ -17,6 +17,7 @@ diff                     compare two checkpoints; return a Diff
 report                   show a checkpoint, two of them or a run as a page for a browser; return a Report
 convert                  write a checkpoint in another format; return a Conversion
 rules                    show rules by name as NamedRules; their `check` tells whether they fit a model, a RuleCheck
+export                   write a tree or a checkpoint as a model that transformers opens; return a Conversion
 prune                    delete all but the last checkpoints of a run; return a Pruned
 store_options            set endpoints, credentials and other options of buckets
 placement                compute how many bytes a load would put on each device; return a Placement
@@ -54,6 +55,7 @@ _NAMES = {
     "tools.check_rules": "NamedRules RuleCheck rules",
     "tools.convert": "convert",
     "tools.diff": "Diff diff",
+    "tools.export": "export",
     "tools.prune": "Pruned prune",
     "tools.sign": "sign",
     "tools.verify": "Verification verify",
@@ -100,6 +102,7 @@ if TYPE_CHECKING:
     from eformer._engine.tools.convert import convert as convert
     from eformer._engine.tools.diff import Diff as Diff
     from eformer._engine.tools.diff import diff as diff
+    from eformer._engine.tools.export import export as export
     from eformer._engine.tools.prune import Pruned as Pruned
     from eformer._engine.tools.prune import prune as prune
     from eformer._engine.tools.sign import sign as sign

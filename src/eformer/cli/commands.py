@@ -17,6 +17,7 @@ from eformer.cli import options
 from eformer.cli.browser import open_page
 from eformer.cli.group import (
     Commands,
+    RulesOf,
     Size,
     exit_code,
     picked,
@@ -287,8 +288,8 @@ _MOST_NOTES = 20
 @click.argument("destination", type=click.Path())
 @click.option(
     "--to",
-    type=click.Choice(["safetensors", "zarr", "tensorstore", "msgpack", "npz", "peft", "orbax"]),
-    help="The target format; tensorstore is another name of zarr.",
+    type=click.Choice(["safetensors", "zarr", "tensorstore", "msgpack", "npz", "peft", "orbax", "hf"]),
+    help="The target format; tensorstore is another name of zarr, and hf a model that transformers opens.",
 )
 @click.option("--dtype", help="Cast floating leaves: bf16, fp16, float32, ...")
 @click.option(
@@ -308,10 +309,20 @@ _MOST_NOTES = 20
 )
 @click.option(
     "--rename",
+    type=RulesOf(),
     metavar="FILE|BOOK",
     help="Rename and rearrange leaves by the rules in this file, or of a shipped book such as maxtext.",
 )
-@click.option("--back", is_flag=True, help="Read the rules from right to left.")
+@click.option(
+    "--back/--no-back",
+    default=None,
+    help="Read the rules from right to left: those of --rename, or those that SOURCE has recorded.",
+)
+@click.option(
+    "--like",
+    metavar="MODEL",
+    help="For --to hf: the directory, or hf://org/model, whose configuration and tokenizer the result gets.",
+)
 @click.option(
     "--model-config",
     metavar="PATH",
@@ -322,8 +333,13 @@ _MOST_NOTES = 20
     "settings",
     multiple=True,
     metavar="NAME=VALUE|FILE",
-    help="For --to peft: a setting of adapter_config.json, or a JSON file of settings. Can be repeated.",
+    help="For --to peft and hf: a setting of adapter_config.json or config.json, or a JSON file of settings. Can be "
+    "repeated.",
 )
+@click.option(
+    "--fill-from-like", is_flag=True, help="For --to hf: take tensors that SOURCE lacks from --like."
+)
+@click.option("--card/--no-card", default=True, help="For --to hf: write README.md.", show_default=True)
 @click.option(
     "--allow-missing",
     is_flag=True,
@@ -368,6 +384,7 @@ def convert(
     eformer convert ./hf ./mine --to safetensors --rename rules.txt --dry-run
     eformer convert ./lora ./adapter --to peft --config lora_alpha=32
     eformer convert ./run best.safetensors --step best --root params
+    eformer convert ./run ./for-hf --to hf --like ./hf --root params
 
     Each line of the file for --rename names the axes of a leaf before and behind, or is a regular expression for the
     whole name, an arrow, and the new name with steps. A rule without a new name drops the leaf. `eformer rules` lists

@@ -123,6 +123,7 @@ def tree_facts(tree: TreeEntry) -> Facts:
     return {
         "written_by": tree.written_by,
         "saved_at": tree.saved_at,
+        "origin": tree.origin,
         "arrays": len(tree.leaves),
         "values": len(tree.raw_values),
         "parameters": sum(math.prod(entry.logical_shape) for entry in entries),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from eformer._engine.record.text import printable
+from eformer._engine.record.text import parse_size, printable
 from eformer.errors import NotFoundError
 
 if TYPE_CHECKING:
@@ -208,11 +208,21 @@ class Size(_Number):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B?", str(value), re.IGNORECASE)
-        if not match:
-            self.fail(f"{value!r} is not a size; write 500MB, 2GB or 1.5GiB", param, ctx)
-        number, unit, binary = match.groups()
-        return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+        try:
+            return parse_size(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class RulesOf(click.ParamType):  # type: ignore[type-arg]  # it is not generic in older versions of click
+    """A file of rules, or the name of a book of rules."""
+
+    name = "rules"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from eformer._engine.formats.model_rules import is_book  # late: `--help` should not wait for it
+
+        return value if is_book(value) else click.Path(exists=True, dir_okay=False).convert(value, param, ctx)
 
 
 def wants_bar(quiet: bool) -> bool:

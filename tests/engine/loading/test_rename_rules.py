@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_dtypes import bfloat16
 
-from eformer.checkpoint import Run, convert, load, open, save
 from eformer._engine.record.lazy_arrays import StoredLeaf
+from eformer.checkpoint import Run, convert, load, open, save
 from eformer.errors import MismatchError
 from support.lazy import numbers
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from ml_dtypes import bfloat16
-from support.lazy import applied, arrays_of, numbers
 
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.rename import rules_from
 from eformer.errors import FormatError, MismatchError, NotFoundError
+from support.lazy import applied, arrays_of, numbers
 
 H, G, K, D, F = 4, 2, 3, 5, 7
 HEADS = "h = heads\ng = 2\nk = head_dim or width / heads\n"

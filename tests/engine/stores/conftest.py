@@ -5,6 +5,7 @@ import subprocess
 import pytest
 
 from eformer.checkpoint import SaveOptions, save
+from support.hub import Hub
 from support.links import HEX, TREE, contents, foreign_array
 
 
@@ -65,3 +66,25 @@ def mounted(tmp_path_factory):
     yield mount
     for place in places:
         subprocess.run(["umount", place], check=True)
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A double of the Hugging Face Hub, to which huggingface_hub talks."""
+    library = pytest.importorskip("huggingface_hub")
+    constants = pytest.importorskip("huggingface_hub.constants")
+    hub = Hub()
+    hub.start()
+    for name, value in {
+        "ENDPOINT": hub.url,
+        "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_OFFLINE": False,
+        "HF_HUB_CACHE": str(tmp_path / "hub"),
+        "HF_TOKEN_PATH": str(tmp_path / "token"),
+    }.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    yield hub
+    hub.stop()
+    library.close_session()

@@ -14,7 +14,6 @@ from eformer import checkpoint
 from eformer._engine.stores import hub as hubs
 from eformer.checkpoint import load, save
 from eformer.errors import AlteredError, FormatError, NotFoundError, QuantizedError, SignatureError
-from support.hub import Hub
 from support.keys import PRIVATE, PUBLIC
 from support.trees import assert_same
 
@@ -24,25 +23,6 @@ constants = pytest.importorskip("huggingface_hub.constants")
 
 MIB = 2**20
 URL = "hf://org/model"
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    hub = Hub()
-    hub.start()
-    for name, value in {
-        "ENDPOINT": hub.url,
-        "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
-        "HF_HUB_OFFLINE": False,
-        "HF_HUB_CACHE": str(tmp_path / "hub"),
-        "HF_TOKEN_PATH": str(tmp_path / "token"),
-    }.items():
-        monkeypatch.setattr(constants, name, value)
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    yield hub
-    hub.stop()
-    library.close_session()
 
 
 def tensors(seed, rows=4096):

@@ -290,7 +290,7 @@ def test_zarr_has_two_names(source, tmp_path, to):
         (
             "new",
             {"to": "hdf5"},
-            "unknown format 'hdf5'; expected safetensors, zarr, msgpack, npz, peft or orbax",
+            "unknown format 'hdf5'; expected safetensors, zarr, msgpack, npz, peft, orbax or hf",
         ),
         ("new.npz", {"to": "safetensors"}, "has the suffix of npz"),
         ("new", {"to": "safetensors", "dtype": "int8"}, "not a floating dtype"),

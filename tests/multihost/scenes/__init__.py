@@ -4,6 +4,7 @@ from multihost.scenes.buckets import *  # noqa: F403
 from multihost.scenes.checkpoints import *  # noqa: F403
 from multihost.scenes.data import *  # noqa: F403
 from multihost.scenes.doors import *  # noqa: F403
+from multihost.scenes.export import *  # noqa: F403
 from multihost.scenes.live import *  # noqa: F403
 from multihost.scenes.mistakes import *  # noqa: F403
 from multihost.scenes.near import *  # noqa: F403

@@ -33,6 +33,7 @@ from eformer._engine.loading.sources import (
     given_by,
     model_facts,
     name_by_order,
+    origin_of,
     read_as_numbers,
     read_computed,
     refuse_bare_leaf,
@@ -385,8 +386,9 @@ class Load:
         with gc_paused():
             tree = self.rebuild(contents, selection, arrays)
         dropped = dict.fromkeys(name for source in sources for name in source.dropped)
-        numbers = dequantized_names(sources)
-        return LoadedTree(tree, sources[0].entry, selection.report(dropped, numbers))
+        report = selection.report(dropped, dequantized_names(sources))
+        report = replace(report, origin=origin_of(sources, self.request.rename))
+        return LoadedTree(tree, sources[0].entry, report)
 
     def find(self, found: Found, stack: ExitStack) -> LoadSource:
         """Return the checkpoint as a source, with the record of the tree to load. Warn of files that may hold leaves
@@ -408,7 +410,7 @@ class Load:
         stack.enter_context(closing(source.readers))
         if request.rename is not None:
             with reading(found):
-                source.facts = model_facts(found.store, request, self.like)
+                source.facts = model_facts(source, request.rename, request, self.like)
         if request.dequant is not False:
             read_as_numbers(source, request, self.like)
         return source

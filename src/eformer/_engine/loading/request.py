@@ -169,6 +169,7 @@ class LoadReport:
     dequantized
                 loaded leaves that are quantised in the checkpoint, and were read as numbers
     dequant     the dtypes of these numbers
+    origin      the checkpoints and the rules that the tree was made by, for `save(origin=)` and `Run(origin=)`
 
     Example:
 
@@ -184,6 +185,7 @@ class LoadReport:
     code: tuple[str, ...] = ()
     dequantized: tuple[str, ...] = ()
     dequant: tuple[str, ...] = ()
+    origin: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __repr__(self) -> str:
         return glance(str(self))

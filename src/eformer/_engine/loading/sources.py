@@ -22,6 +22,7 @@ from jax.sharding import Sharding
 from eformer._engine.formats.dense import dense_tree, refuse_problems, refuse_raw
 from eformer._engine.formats.find import reading
 from eformer._engine.formats.model_config import model_config
+from eformer._engine.formats.model_rules import rules_for
 from eformer._engine.formats.process_records import ListedLeaf
 from eformer._engine.formats.quantized import dense_name, dtype_of_dequant, quantization_of
 from eformer._engine.loading.contents import (
@@ -44,6 +45,7 @@ from eformer._engine.record.digests import sha256_of
 from eformer._engine.record.dtypes import dtype_from_name, is_floating, raw_pieces
 from eformer._engine.record.lazy_arrays import Rearranged, shared_in, stored_leaves
 from eformer._engine.record.names import BARE_LEAF, readable, refuse_root, resolve
+from eformer._engine.record.origin import Origin, config_in, new_origin, parent_of, rules_in
 from eformer._engine.record.pieces import bounding, pieces
 from eformer._engine.record.text import few
 from eformer._engine.tasks.forks import Lock
@@ -63,7 +65,7 @@ if TYPE_CHECKING:
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
     from eformer._engine.record.planned import LazyArray
     from eformer._engine.record.rename import Renamed, RenamingRules
-    from eformer._engine.stores.base import Files, Store
+    from eformer._engine.stores.base import Files
     from eformer._engine.tasks.progress import Meter
 
 Leaves = Mapping[str, Any]
@@ -124,6 +126,17 @@ class LoadSource:
             target.entry = self.entry.leaves[name]
 
 
+def origin_of(sources: Sequence[LoadSource], rules: RenamingRules | None) -> Origin:
+    """Return the origin of a tree that is loaded from these checkpoints."""
+    parents = [
+        parent_of(source.found.path, source.entry.save_id, source.found.manifest.digest) for source in sources
+    ]
+    first = sources[0]
+    origin, config = first.entry.origin or {}, first.facts.config
+    record = rules_in(origin) if rules is None else rules_for(rules, config, origin, first.found.path).record
+    return new_origin("load", parents, record)
+
+
 def refuse_kinds(found: Found, keys: Collection[str] | None) -> None:
     """Refuse to load leaves of kinds that eformer does not store, unless `keys` leave them out."""
     refused = found.foreign.refused
@@ -149,9 +162,15 @@ def take_below(sources: Sequence[LoadSource], root: str) -> None:
         source.contents = contents or NOTHING
 
 
-def model_facts(store: Store, request: Request, like: Leaves | None) -> ModelFacts:
-    """Return the facts that rules need: config.json, and the shapes and dtypes of the leaves of `like`."""
-    config = model_config(store) if request.config is None else request.config
+def model_facts(
+    source: LoadSource, rules: RenamingRules, request: Request, like: Leaves | None
+) -> ModelFacts:
+    """Return the facts that rules need: the recorded configuration or config.json, and the shapes and dtypes of the
+    leaves of `like`. Refuse rules of another layout than the recorded one."""
+    origin, config = source.entry.origin or {}, request.config
+    if config is None:
+        config = config_in(origin) or model_config(source.found.store)
+    rules_for(rules, config, origin, source.found.path)
     leaves = {name: leaf for name, leaf in (like or {}).items() if hasattr(leaf, "shape")}
     found = ModelFacts(config)
     for name, leaf in leaves.items():

@@ -35,6 +35,7 @@ class TreeSummary:
 
     dtypes    bytes by dtype, the largest first
     lines     one line for each leaf
+    origin    the rules and the checkpoints that the tree was made by
     problem   why the tree cannot be read; the other facts are then unknown
     """
 
@@ -47,6 +48,7 @@ class TreeSummary:
     dtypes: Mapping[str, int] = field(default_factory=dict)
     lines: Sequence[LeafLine] = ()
     problem: str = ""
+    origin: str = ""
 
     def facts(self) -> Iterator[tuple[str, str]]:
         """Yield pairs of a label and a text."""
@@ -54,6 +56,8 @@ class TreeSummary:
             yield "prefix", self.prefix
         if written := ", ".join(filter(None, (self.written_by, self.saved_at))):
             yield "written by", written
+        if self.origin:
+            yield "origin", self.origin
         if self.problem:
             yield "cannot be read", self.problem
             return

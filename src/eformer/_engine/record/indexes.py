@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 SAFETENSORS = "safetensors"
+MEMORY = "tree in memory"  # a tree of the caller, which is read like a checkpoint
 INDEX = "tensorstore_index.json"
 FORMAT = "tensorstore"
 VERSION = "2.0"

@@ -23,6 +23,7 @@ from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.fingerprints import fingerprint_of_value, recorded_fingerprint
 from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.names import Spellings, ambiguous, with_nearest
+from eformer._engine.record.origin import origin_text
 from eformer._engine.record.outline import LeafLine
 from eformer._engine.record.owners import Owners  # noqa: TC001  msgspec evaluates it
 from eformer._engine.record.pieces import PIECE_BYTES
@@ -153,6 +154,7 @@ class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):
     files: tuple[DataFile, ...]
     wholeness: Literal["whole", "torn"] | msgspec.UnsetType = field(name="parts", default=msgspec.UNSET)
     owners: Owners | msgspec.UnsetType = field(name="holdings", default=msgspec.UNSET)
+    raw_origin: dict[str, Any] | msgspec.UnsetType = field(name="origin", default=msgspec.UNSET)
     raw_root: str | msgspec.UnsetType = field(name="root", default=msgspec.UNSET)
     ocdbt: bool | msgspec.UnsetType = msgspec.UNSET
     raw_metadata: dict[str, Any] = field(name="metadata", default_factory=dict)
@@ -163,6 +165,11 @@ class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):
     @property
     def root(self) -> str:
         return self.raw_root or ""
+
+    @property
+    def origin(self) -> dict[str, Any] | None:
+        """Return the recorded origin: the rules and the checkpoints that the tree was made by; None without one."""
+        return self.raw_origin or None
 
     @property
     def has_digests(self) -> bool:
@@ -247,6 +254,7 @@ class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):
             nbytes=self.nbytes,
             dtypes=dict(dtypes.most_common()),
             lines=lines,
+            origin=origin_text(self.origin) if self.origin else "",
         )
 
     def _shown(self) -> tuple[str, Sequence[TreeSummary], Sequence[str]]:
@@ -292,6 +300,7 @@ def foreign_tree(
     root: str = "",
     metadata: Mapping[str, Any] | None = None,
     values: Mapping[str, Any] | None = None,
+    origin: Mapping[str, Any] | None = None,
 ) -> TreeEntry:
     """Describe a tree that another program wrote: it has no save id and no digests."""
     return TreeEntry(
@@ -301,6 +310,7 @@ def foreign_tree(
         block=PIECE_BYTES,
         files=files,
         raw_root=root or msgspec.UNSET,
+        raw_origin=dict(origin) if origin else msgspec.UNSET,
         raw_metadata=dict(metadata or {}),
         raw_values=dict(values or {}),
         structure=Raw(msgspec.json.encode(structure)),

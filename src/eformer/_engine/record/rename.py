@@ -25,8 +25,8 @@ from eformer._engine.record.expressions import Expression, Numbers
 from eformer._engine.record.lazy_arrays import Computed, Constant, stored_leaves
 from eformer._engine.record.names import nearest, readable
 from eformer._engine.record.notation import AxisRule, is_notation, parse_let, parse_rule, without_comment
-from eformer._engine.record.rearrange import Assembly, ReadyRule, fits
 from eformer._engine.record.planned import LazyArray
+from eformer._engine.record.rearrange import Assembly, ReadyRule, fits
 from eformer._engine.record.regex_rules import (
     RegexRule,
     Stacking,
@@ -115,13 +115,14 @@ class Renamed:
             f"{tied.name} is not the embedding, {tied.other} (max difference {difference:.2g}); set "
             "tie_word_embeddings to false in config="
             for tied in self.tied
-            if tied.other in self.arrays and (difference := _difference(tied.array, self.arrays[tied.other]))
+            if tied.other in self.arrays
+            and (difference := largest_difference(tied.array, self.arrays[tied.other]))
         ]
         if problems:
             raise MismatchError(problems, context="rename")
 
 
-def _difference(one: LazyArray, other: LazyArray) -> float:
+def largest_difference(one: LazyArray, other: LazyArray) -> float:
     """Return the largest difference of two arrays, read row by row."""
     if one.shape != other.shape:
         return np.inf
@@ -151,6 +152,11 @@ class RenamingRules:
     def stacks(self) -> bool:
         """Tell whether rules may join leaves."""
         return any(not isinstance(rule, RegexRule) or rule.stack for rule in self._all())
+
+    @property
+    def are_two_way(self) -> bool:
+        """Tell whether some rules are written to be read in both directions."""
+        return any(isinstance(rule, AxisRule) and rule.is_two_way for rule in self._all())
 
     def _all(self) -> Iterator[RegexRule | AxisRule]:
         for text in self.texts:

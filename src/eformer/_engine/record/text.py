@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,6 +22,15 @@ def size(nbytes: float) -> str:
         nbytes, unit = nbytes / 1000, unit + 1
     shown = f"{nbytes:.0f}" if unit == 0 or nbytes >= 99.95 else f"{nbytes:.3g}"
     return f"{shown} {_UNITS[unit]}"
+
+
+def parse_size(text: str) -> int:
+    """Return the number of bytes of a text such as 500MB, 2GB or 1.5GiB. Raise ValueError for any other text."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B?", text, re.IGNORECASE)
+    if not match:
+        raise ValueError(f"{text!r} is not a size; write 500MB, 2GB or 1.5GiB")
+    number, unit, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
 
 
 def printable(text: str) -> str:

@@ -36,6 +36,7 @@ class Done:
     data: Any
     metrics: Mapping[str, Any] | None
     metadata: Mapping[str, Any] | None
+    origin: Mapping[str, Any] | None = None
     taken: bytes | None = None
 
     def as_it_is(self) -> Done:

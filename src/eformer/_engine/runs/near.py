@@ -249,6 +249,7 @@ class NearTier(Due):
             str(self._near / place),
             metadata={**(done.metadata or {}), **table, _COUNT: jax.process_count()},
             options=self._options,
+            origin=done.origin,
             detach=True,
             hosts=_hosts.current("saves", (jax.process_index(),), self._timeout),
         )

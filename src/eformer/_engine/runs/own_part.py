@@ -247,6 +247,7 @@ def joined_tree(
         saved_at=parts[own].saved_at,
         written_by=parts[own].written_by,
         block=parts[own].block,
+        raw_origin=parts[own].raw_origin,
         files=files,
         raw_metadata=metadata,
         raw_values=values,

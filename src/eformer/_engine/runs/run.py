@@ -21,6 +21,7 @@ from eformer._engine.formats.steps import checked_number
 from eformer._engine.loading.load import LoadArguments, log_differences, request_from
 from eformer._engine.processes.hosts import meeting
 from eformer._engine.record.options import LoadOptions, SaveOptions, options_from
+from eformer._engine.record.origin import checked_origin
 from eformer._engine.record.policies import every_from, is_continuous, is_due, keep_from, minutes_due
 from eformer._engine.record.text import count, few
 from eformer._engine.runs.clock import Clock
@@ -94,6 +95,8 @@ class Run:
     check_replicas
                compare the copies of arrays on different devices and processes after every so many steps, before the
                step is saved. ReplicaError names the leaves and the processes that differ
+    origin     where the state comes from, recorded in each step: `LoadReport.origin` of the model that the run begins
+               with. Without it, a resumed run keeps the origin of the step that it goes on from
 
     Attributes:
 
@@ -130,6 +133,7 @@ class Run:
         near: Near | None = None,
         fresh: bool = False,
         check_replicas: int | None = None,
+        origin: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = absolute(path)
         if check_replicas is not None and check_replicas < 1:
@@ -137,6 +141,7 @@ class Run:
                 f"check_replicas={check_replicas}: expected a number of steps, at least 1, or None"
             )
         self._check_replicas = check_replicas
+        self._origin = checked_origin(origin)
         self.step = 0
         self.stopping = False
         rules, self._keep = every_from(every), keep_from(keep)
@@ -251,6 +256,7 @@ class Run:
             # Before anything is put aside: the iterator may refuse the position.
             self._job.set_position(data, chosen, loaded.entry.metadata)
             self._go_on(chosen.number, agreed, skipped)
+            self._origin = self._origin or loaded.entry.origin
         if not return_report and (request.partial or request.rename):
             log_differences(f"{self.path}: step {chosen.number}", loaded.report)
         return Resumed(loaded.tree, chosen.number, skipped, loaded.report)
@@ -376,7 +382,7 @@ class Run:
         metrics    numbers by name, as `Step.metrics` returns them; numbers on a device are copied in the background
         metadata   a dict of plain values, as `Step.metadata` returns it
         """
-        done = Done(checked_number(step), tree, data, metrics, metadata)
+        done = Done(checked_number(step), tree, data, metrics, metadata, self._origin)
         # Before the rules: a loop that counts from zero gets the error at its first step, saved or not.
         self._refuse_earlier(done.step)
         if self._check_replicas and done.step % self._check_replicas == 0:
@@ -414,7 +420,7 @@ class Run:
 
         The arguments are those of `after`: `step`, `tree`, `data`, `metrics` and `metadata`.
         """
-        done = Done(checked_number(step), tree, data, metrics, metadata)
+        done = Done(checked_number(step), tree, data, metrics, metadata, self._origin)
         self._requests.reached(done.step)  # a request may be for this step
         return self._save(done, "call")
 

@@ -108,7 +108,13 @@ class Series:
         position, tree = done.position(), done.state()
         tree = tree if self.only is None else subtree(tree, self.only)
         save = start(
-            tree, path, format=format, metadata=done.metadata, options=_reusing(options), detach=True
+            tree,
+            path,
+            format=format,
+            metadata=done.metadata,
+            options=_reusing(options),
+            origin=done.origin,
+            detach=True,
         )
         pending = Pending(path)
         before = self.under_way.unfinished()

@@ -33,7 +33,11 @@ if TYPE_CHECKING:
 
 
 def new_entry(
-    written_by: str, structure: Any, raw_metadata: dict[str, Any], raw_values: dict[str, Any]
+    written_by: str,
+    structure: Any,
+    raw_metadata: dict[str, Any],
+    raw_values: dict[str, Any],
+    origin: dict[str, Any] | None = None,
 ) -> TreeEntry:
     """Begin the record of a save, with a new save id."""
     return TreeEntry(
@@ -42,6 +46,7 @@ def new_entry(
         written_by=written_by,
         block=PIECE_BYTES,
         files=(),
+        raw_origin=origin or msgspec.UNSET,
         raw_metadata=raw_metadata,
         raw_values=raw_values,
         structure=msgspec.Raw(msgspec.json.encode(structure)),

@@ -12,6 +12,7 @@ from eformer._engine.formats.safetensors.names import SUFFIX, base_name, refuse_
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.dtypes import floating_dtype
 from eformer._engine.record.options import SaveOptions, options_from
+from eformer._engine.record.origin import checked_origin
 from eformer._engine.saving.commit import new_entry
 from eformer._engine.saving.pending import Pending, run_in_background
 from eformer._engine.saving.save import ALIASES, Format, Kind, Save, complete, store_options_of
@@ -53,6 +54,7 @@ def save(
     metadata: Mapping[str, Any] | None = None,
     options: SaveOptions | Mapping[str, Any] = _DEFAULT,
     overwrite: bool = False,
+    origin: Mapping[str, Any] | None = None,
     progress: Progress = None,
 ) -> str:
     """Save `tree` to `path`, atomically and durably.
@@ -68,6 +70,8 @@ def save(
     options     a `SaveOptions`, or a dict of its fields
     overwrite   replace a ".safetensors" file that another program wrote. Checkpoints of eformer are replaced without
                 this; files of other programs in a directory never are
+    origin      where the tree comes from: `LoadReport.origin` of the load that it began with, or a dict of plain
+                values. `inspect` shows it, and `export` and `convert(back=True)` take rules and configuration from it
     progress    True for a bar on standard error; or a function of the bytes of leaves that are written and of their
                 total, called several times a second from any thread. If it raises, the save fails with that error
 
@@ -85,7 +89,14 @@ def save(
     options = options_from(options, SaveOptions)
     with held_back(), within(options.timeout, f"SaveOptions(timeout={options.timeout})"):
         save = start(
-            tree, path, prefix=prefix, format=format, metadata=metadata, options=options, overwrite=overwrite
+            tree,
+            path,
+            prefix=prefix,
+            format=format,
+            metadata=metadata,
+            options=options,
+            overwrite=overwrite,
+            origin=origin,
         )
         complete(save, progress)
     return os.fspath(path)
@@ -100,6 +111,7 @@ def save_async(
     metadata: Mapping[str, Any] | None = None,
     options: SaveOptions | Mapping[str, Any] = _DEFAULT,
     overwrite: bool = False,
+    origin: Mapping[str, Any] | None = None,
 ) -> Pending:
     """Save like `save`, but return as soon as the caller may donate or change every array of the tree.
 
@@ -125,6 +137,7 @@ def save_async(
             metadata=metadata,
             options=options,
             overwrite=overwrite,
+            origin=origin,
             detach=True,
         )
         run_in_background(save, pending)
@@ -140,6 +153,7 @@ def start(
     metadata: Mapping[str, Any] | None = None,
     options: SaveOptions = _DEFAULT,
     overwrite: bool = False,
+    origin: Mapping[str, Any] | None = None,
     detach: bool = False,
     write_index: bool = True,
     first: Callable[[Any], Any] | None = None,
@@ -163,10 +177,13 @@ def start(
         if options.dtype is not None or options.reuse is not None:
             options = _resolved(options, store, file)
         recorded = metadata_to_json(metadata) if metadata else {}
+        came_from = checked_origin(origin)
         with gc_paused():
             leaves, structure = flatten(tree)
             sources, values, compared = snapshot(leaves, options, hosts, detach=detach)
-        entry = new_entry(f"eformer {__version__}, jax {jax.__version__}", structure, recorded, values)
+        entry = new_entry(
+            f"eformer {__version__}, jax {jax.__version__}", structure, recorded, values, came_from
+        )
         process = hosts.name(hosts.number)
         interrupts.check()  # the last moment at which no other save waits for this one
         before = _saves_to_await(options.reuse, store, process) if options.reuse else ()

@@ -58,13 +58,71 @@ def hub_at(url: str) -> HubStore:
     return HubStore(_Model(found["model"], revision and unquote(revision)), found["path"] or "")
 
 
+_OLD_WEIGHTS = (
+    *(
+        "*.safetensors",
+        "*.safetensors.index.json",
+        "*.bin",
+        "*.bin.index.json",
+        "*.pt",
+        "*.pth",
+        "*.h5",
+        "*.msgpack",
+    ),
+    *("*.gguf", "*.onnx", "hf_quant_config.json"),
+)
+
+
+class HubRepository:
+    """A model on the Hub that is written by one commit, with the token of `hf auth login` or HF_TOKEN."""
+
+    def __init__(self, model: str, revision: str | None) -> None:
+        self._model = _Model(model, revision)
+        self.name, self.revision = model, revision
+
+    @classmethod
+    def of(cls, url: str) -> HubRepository:
+        """Return the repository of a URL. Raise ValueError for a directory in it."""
+        store = hub_at(url)
+        found = _URL.fullmatch(url)
+        assert found
+        if (found["path"] or "").strip("/"):
+            raise ValueError(
+                f"{url!r} is a directory of a model; expected hf://org/model[@revision], to which a whole model goes"
+            )
+        return cls(store.model, found["revision"] and unquote(found["revision"]))
+
+    def create(self) -> None:
+        """Create the model and the branch if they do not exist. Raise PermissionError without the right to do so."""
+        api = _library().HfApi()
+        with self._model.explained("create it", ""):
+            api.create_repo(self.name, exist_ok=True)
+            if self.revision and not self.revision.startswith("refs/"):
+                api.create_branch(self.name, branch=self.revision, exist_ok=True)
+
+    def upload(self, folder: Path) -> None:
+        """Upload a directory by one commit, which removes the weights that the model had before."""
+        api = _library().HfApi()
+        with self._model.explained("upload it", ""):
+            api.upload_folder(
+                repo_id=self.name,
+                folder_path=folder,
+                revision=self.revision,
+                commit_message="Upload a model exported by eformer",
+                delete_patterns=list(_OLD_WEIGHTS),
+            )
+
+
 def refuse_to_write(url: str) -> NoReturn:
     """Raise the error for any operation that would change a model."""
     raise io.UnsupportedOperation(_refusal(url))
 
 
 def _refusal(url: str) -> str:
-    return f"{url}: models of the Hugging Face Hub can only be read; save to a directory, and upload it by `hf upload`"
+    return (
+        f"{url}: models of the Hugging Face Hub can only be read, or written by checkpoint.export; save to a "
+        "directory, and upload it by `hf upload`"
+    )
 
 
 def _library(part: str = "") -> Any:
@@ -97,10 +155,10 @@ class _Model:
             if self._listing is None:
                 api = _library().HfApi()
                 if self._commit is None:
-                    with self._explained("look it up", ""):
+                    with self.explained("look it up", ""):
                         info = api.model_info(self.name, revision=self._revision, timeout=_TIMEOUT)
                     self._commit = str(info.sha)
-                with self._explained("list its files", ""):
+                with self.explained("list its files", ""):
                     found = api.list_repo_tree(self.name, recursive=True, revision=self._commit)
                     # Directories have no size.
                     files = {entry.path: entry for entry in found if hasattr(entry, "size")}
@@ -118,7 +176,7 @@ class _Model:
             "Accept-Encoding": "identity",
         }
         with (
-            self._explained("read it", name),
+            self.explained("read it", name),
             utils.http_stream_backoff("GET", url, headers=headers, timeout=_TIMEOUT) as answer,
         ):
             utils.hf_raise_for_status(answer)
@@ -131,12 +189,12 @@ class _Model:
 
     def download(self, name: str) -> Path:
         """Download a file into the Hub's cache, and return its path."""
-        with self._explained("download it", name):
+        with self.explained("download it", name):
             download = partial(_library().hf_hub_download, self.name, name, revision=self._commit)
             return Path(os.path.realpath(let_through(download)))
 
     @contextmanager
-    def _explained(self, operation: str, name: str) -> Iterator[None]:
+    def explained(self, operation: str, name: str) -> Iterator[None]:
         """Turn errors of huggingface_hub into built-in errors that name the model and show no secret."""
         errors = _library(".errors")
         where = f"{self.url}/{name}" if name else self.url
@@ -188,6 +246,11 @@ class HubStore(ListedStore):
         model, self._path = self._model, path.strip("/")
         self.url = f"{model.url}/{self._path}" if self._path else model.url
         self.refusal = _refusal(self.url)
+
+    @property
+    def model(self) -> str:
+        """Return the id of the model."""
+        return self._model.name
 
     @property
     def listing(self) -> Listing:

@@ -13,9 +13,11 @@ from eformer._engine.formats.nested_names import nested_dicts, nested_spelled, s
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.dequantized import dequantized_in
 from eformer._engine.record.dtypes import floating_dtype, is_floating
+from eformer._engine.record.indexes import MEMORY
 from eformer._engine.record.lazy_arrays import StoredLeaf, entry_of, stored_leaves
 from eformer._engine.record.manifest import UNREADABLE
 from eformer._engine.record.names import join_name, names_below, refuse_root, resolve, split_name
+from eformer._engine.record.origin import Origin, new_origin, rules_in
 from eformer._engine.record.planned import Source
 from eformer._engine.record.rename import Renamed, RenamingRules, refuse_transformed_keys
 from eformer._engine.record.structure import part_below, with_names
@@ -27,10 +29,11 @@ from eformer.errors import MismatchError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    from eformer._engine.formats.model_rules import ModelRules
     from eformer._engine.record.planned import LazyArray
     from eformer._engine.tools.view import View
 
-TargetFormat = Literal["safetensors", "zarr", "tensorstore", "msgpack", "npz", "peft", "orbax"]
+TargetFormat = Literal["safetensors", "zarr", "tensorstore", "msgpack", "npz", "peft", "orbax", "hf"]
 
 _MOST_SHOWN = 60
 
@@ -112,6 +115,8 @@ class ConvertedTree:
     notes: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     adapter_config: dict[str, Any] | None = None
+    origin: dict[str, Any] | None = None
+    keeps_metadata: bool = True
 
     @property
     def values(self) -> dict[str, Any]:
@@ -122,25 +127,30 @@ class ConvertedTree:
 class LeafChoice:
     """The leaves to convert: below `root`, renamed by `rules`, and then those that `keys` name; None for all.
 
-    `numbers` is the model's config.json, for the rules.
+    `numbers`, `shapes` and `dtypes` are facts for the rules: the model's config.json, and the shapes and dtypes of new
+    leaves that are known.
     """
 
     root: str | None = None
     rules: RenamingRules | None = None
     keys: Sequence[str] | None = None
     numbers: Mapping[str, Any] | None = None
+    shapes: Mapping[str, tuple[int, ...]] | None = None
+    dtypes: Mapping[str, str] | None = None
 
     @property
     def keeps_names(self) -> bool:
         return self.rules is None and self.keys is None
 
 
-def plan_tree(view: View, choice: LeafChoice, dtype: Any, target: TargetFormat) -> ConvertedTree:
+def plan_tree(
+    view: View, choice: LeafChoice, dtype: Any, target: TargetFormat, settled: ModelRules | None = None
+) -> ConvertedTree:
     """Plan the conversion of one tree: names, dtypes, structure, and notes on losses in the target format."""
     cast = None if dtype is None else floating_dtype(dtype)
     arrays, values = view.arrays, view.raw_values
     if choice.root is None and choice.keeps_names:
-        sources = [_source(name, array, cast) for name, array in arrays.items()]
+        sources = [source_of(name, array, cast) for name, array in arrays.items()]
         converted = ConvertedTree(view, sources, values, view.structure)
     else:
         converted = _select(view, arrays, choice, cast)
@@ -153,7 +163,15 @@ def plan_tree(view: View, choice: LeafChoice, dtype: Any, target: TargetFormat) 
         _leave_out_functions(converted, target)
     converted.notes += [f"left out: {name}, which scales activations" for name in view.scales_left_out]
     converted.notes += _losses(converted, target)
+    converted.origin = converted_origin(view, settled)
+    converted.notes += settled.notes if settled else ()
     return converted
+
+
+def converted_origin(view: View, settled: ModelRules | None) -> Origin:
+    """Return the origin of a tree that is converted by these rules."""
+    record = rules_in(view.tree.origin or {}) if settled is None else settled.record
+    return new_origin("convert", [view.as_parent], record)
 
 
 def _select(
@@ -168,7 +186,9 @@ def _select(
         return _part_tree(view, arrays, names, *part, cast)
     below = {names[name]: array for name, array in arrays.items() if name in names}
     values = {names[name]: value for name, value in raw.items() if name in names}
-    renamed = (choice.rules or RenamingRules(())).apply(below, list(values), choice.numbers)
+    renamed = (choice.rules or RenamingRules(())).apply(
+        below, list(values), choice.numbers, choice.shapes, choice.dtypes
+    )
     if choice.keys is not None:
         _keep_only(renamed, choice.keys)
     converted = _rename_tree(view, renamed, values, cast)
@@ -190,7 +210,7 @@ def _part_tree(
     new = {name: join_name(split_name(name)[depth:]) for name in names}
     return ConvertedTree(
         view,
-        [_source(new[name], array, cast) for name, array in arrays.items() if name in new],
+        [source_of(new[name], array, cast) for name, array in arrays.items() if name in new],
         {new[name]: value for name, value in view.raw_values.items() if name in new},
         with_names(part, new),
         old_names={name: old for old, name in new.items()},
@@ -213,7 +233,8 @@ def _leave_out_functions(tree: ConvertedTree, target: TargetFormat) -> None:
         tree.notes.append(f"{target} has no functions, which are left to the code: {few(functions)}")
 
 
-def _source(name: str, array: LazyArray, cast: str | None) -> Source:
+def source_of(name: str, array: LazyArray, cast: str | None = None) -> Source:
+    """Return a leaf to be written, under a name and perhaps cast to another floating dtype."""
     entry, is_whole = entry_of(array), isinstance(array, StoredLeaf)
     whole = Box.whole(array.shape)
     dtype = cast if cast and is_floating(entry.dtype) and not array.keeps_dtype else entry.dtype
@@ -237,7 +258,7 @@ def _rename_tree(view: View, renamed: Renamed, values: dict[str, Any], cast: str
     structure, final = nested_spelled({name: name for name in names})
     converted = ConvertedTree(
         view,
-        [_source(final[name], array, cast) for name, array in renamed.arrays.items()],
+        [source_of(final[name], array, cast) for name, array in renamed.arrays.items()],
         {final[new]: values[old] for old, new in renamed.plain.items()},
         structure,
         {final[name]: text for name, text in renamed.transforms.items() if name in final},
@@ -281,7 +302,7 @@ def _losses(tree: ConvertedTree, target: TargetFormat) -> Iterator[str]:
         yield "Orbax returns numpy arrays and lists; a target tree restores jax arrays, tuples and classes"
     if not tree.view.has_names:
         yield "the source has no names: its leaves are named by their numbers"
-    if not tree.view.tree.has_digests:
+    if not tree.view.tree.has_digests and tree.view.format != MEMORY:
         yield "the source has no digests: its bytes could be read, but not checked"
 
 

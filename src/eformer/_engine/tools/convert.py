@@ -18,6 +18,7 @@ import msgspec
 from eformer._engine.formats.dense import refuse_raw
 from eformer._engine.formats.find import look_at
 from eformer._engine.formats.model_config import given_config, model_config
+from eformer._engine.formats.model_rules import ModelRules, model_rules
 from eformer._engine.formats.others.peft import CONFIG, WEIGHTS, with_config
 from eformer._engine.formats.quantized import dtype_of_dequant
 from eformer._engine.formats.run_steps import path_of_step
@@ -25,15 +26,17 @@ from eformer._engine.formats.safetensors.names import SUFFIX, refuse_other_suffi
 from eformer._engine.processes.hosts import Hosts
 from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.options import SaveOptions
-from eformer._engine.record.rename import rules_from
+from eformer._engine.record.origin import config_in
 from eformer._engine.record.text import count, few, size
 from eformer._engine.saving.commit import new_entry
 from eformer._engine.saving.save import ALIASES, Save, complete
 from eformer._engine.saving.staging import Staging
 from eformer._engine.stores.base import publish
 from eformer._engine.stores.durable import make_directories, replacing
+from eformer._engine.stores.hub import HubRepository, is_hub_url, refuse_to_write
 from eformer._engine.stores.local import LocalStore, appearing, on_disk
 from eformer._engine.stores.locate import store_at
+from eformer._engine.tasks.deadline import clearing_up
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tasks.memory import resident_bytes
 from eformer._engine.tasks.pool import default_threads
@@ -41,6 +44,7 @@ from eformer._engine.tasks.progress import metered
 from eformer._engine.tasks.turns import turns
 from eformer._engine.tools import sequential_writers
 from eformer._engine.tools.adapter import plan_adapter
+from eformer._engine.tools.config_edits import with_settings, without_dtype
 from eformer._engine.tools.conversion import (
     Conversion,
     ConvertedTree,
@@ -49,13 +53,15 @@ from eformer._engine.tools.conversion import (
     plan_tree,
     summarize,
 )
+from eformer._engine.tools.export_plan import ExportWish, plan_model
+from eformer._engine.tools.model_files import ModelDirectory, open_model
 from eformer._engine.tools.orbax_writer import plan_orbax, write_checkpoint_metadata, write_tree
 from eformer._engine.tools.view import View
 from eformer._version import __version__
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from eformer._engine.formats.found import Found
     from eformer._engine.formats.model_config import ModelConfig
@@ -64,6 +70,7 @@ if TYPE_CHECKING:
     from eformer._engine.record.rename import RenameRules
     from eformer._engine.stores.base import Store
     from eformer._engine.tasks.progress import Meter, Progress
+    from eformer._engine.tools.export_plan import ModelFiles
 
 _DEFAULT_MEMORY = 2 * 10**9  # bytes, beside the memory that the program already takes
 _RESERVE = 64 * 2**20  # bytes: threads, buffers of the system's libraries, Python's allocator
@@ -86,13 +93,16 @@ def convert(
     root: str | None = None,
     keys: str | Iterable[str] | None = None,
     rename: RenameRules | None = None,
-    back: bool = False,
+    back: bool | None = None,
+    like: str | os.PathLike[str] | None = None,
     dtype: Any = None,
     config: ModelConfig | None = None,
     max_shard_bytes: int | None = None,
     memory: int | None = None,
     dry_run: bool = False,
     allow_missing: bool = False,
+    fill_from_like: bool = False,
+    card: bool = True,
     progress: Progress = None,
     dequant: Any = None,
 ) -> Conversion:
@@ -102,8 +112,8 @@ def convert(
     digests, every byte that is read is checked. An error leaves the source untouched and the destination empty. On
     their way to a bucket, npz, msgpack, adapters and Orbax go through a temporary file.
 
-    to               the target format: "safetensors", "zarr", "msgpack", "npz", "peft" or "orbax"; may be left out if
-                     the suffix of the destination names it
+    to               the target format: "safetensors", "zarr", "msgpack", "npz", "peft", "orbax" or "hf", a model that
+                     transformers opens, see `export`; may be left out if the suffix of the destination names it
     step             of a run: the number of another step than the newest, or "best", see `load`
     prefix           convert this tree alone, and store it without a prefix; None converts all trees
     root             name of a subtree, such as "params", to convert as the whole checkpoint
@@ -111,16 +121,22 @@ def convert(
                      `keys` or `rename`, the result is nested dicts by the names of the leaves
     rename           rules: the name of a shipped book, a file, their text, a dict {pattern: "new name | step"}, pairs
                      or lines; see `docs/guides/renaming.md`
-    back             read the rules from right to left, such as from the layout of a JAX program to Hugging Face's
+    back             read the rules from right to left, such as from the layout of a JAX program to Hugging Face's:
+                     `rename`, or the rules that the source has recorded
+    like             the model of Hugging Face that the result resembles: for to="hf", see `export`, and for the shapes
+                     and dtypes that rules give leaves on the way back
     dtype            cast floating leaves to this dtype
-    config           config.json of the model for the rules, as a dict or a path; None for the file at `source`. For
-                     to="peft": settings of adapter_config.json, such as lora_alpha; see `docs/guides/peft.md`
+    config           config.json of the model for the rules, as a dict or a path; None for the recorded one, or the file
+                     at `source`. For to="hf": settings on top of it. For to="peft": settings of adapter_config.json,
+                     such as lora_alpha; see `docs/guides/peft.md`
     max_shard_bytes  maximum size of one safetensors file
     memory           maximum memory of the program in bytes, even for larger leaves; None for 2 GB more than the program
                      already takes, or more if a larger chunk must be decoded
     dry_run          plan and check the conversion, but write nothing
     allow_missing    convert even if some files that may hold leaves are not read; the notes list them. Without it, such
                      files are an error
+    fill_from_like   for to="hf": take tensors that the source lacks from `like`
+    card             for to="hf": write README.md
     progress         True for a progress bar, or a function of the bytes done and the total
     dequant          a floating dtype, such as "bf16": converts the weights of a quantised model to numbers of this
                      dtype, see `docs/guides/from-hugging-face.md`. False converts its leaves as they are stored; None
@@ -133,18 +149,46 @@ def convert(
         >>> convert("model.msgpack", "model.safetensors", dry_run=True).notes
         ('the source has no digests: its bytes could be read, but not checked',)
     """
-    place = _Destination(destination)
+    arguments = {name: value for name, value in locals().items() if name not in ("source", "destination")}
+    opening = partial(_open, source, step, prefix, dtype_of_dequant(dequant))
+    return convert_opened(opening, source, destination, **arguments)
+
+
+def convert_opened(
+    opening: Callable[[ExitStack], tuple[Found, dict[str, View]]],
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    to: TargetFormat | None = None,
+    step: StepChoice = None,
+    prefix: str | None = None,
+    root: str | None = None,
+    keys: str | Iterable[str] | None = None,
+    rename: RenameRules | None = None,
+    back: bool | None = None,
+    like: str | os.PathLike[str] | None = None,
+    dtype: Any = None,
+    config: Mapping[str, Any] | None = None,
+    max_shard_bytes: int | None = None,
+    memory: int | None = None,
+    dry_run: bool = False,
+    allow_missing: bool = False,
+    fill_from_like: bool = False,
+    card: bool = True,
+    progress: Progress = None,
+    dequant: Any = None,
+) -> Conversion:
+    """Convert the trees that `opening` opens. The arguments are those of `convert`."""
+    place = _place_of(destination)
     target = _target_format(place.name, to)
-    if config is not None and target != "peft" and rename is None:
-        raise ValueError(f"config= is for to='peft' and for the rules of rename=, and the target is {target}")
-    if back and rename is None:
-        raise ValueError("back=True is for the rules of rename=")
-    numbers = dtype_of_dequant(dequant)
-    rules = None if rename is None else rules_from(rename, back=back) or None
-    settings = given_config(config) if config is not None else None
+    has_rules = rename is not None or bool(back)
+    _check_arguments(target, destination, has_rules=has_rules, config=config, like=like)
+    if target != "hf" and (fill_from_like or not card):
+        raise ValueError(f"fill_from_like= and card= are for to='hf', and the target is {target}")
+    settings = None if config is None else given_config(config)
     names = None if keys is None else (keys,) if isinstance(keys, str) else tuple(keys)
     with ExitStack() as stack:
-        found, views = _open(source, step, prefix, numbers, stack)
+        found, views = opening(stack)
         left_out = found.left_out(prefix)
         if left_out and not allow_missing:
             number = count(len(left_out), "file")
@@ -152,26 +196,47 @@ def convert(
                 f"{os.fspath(source)}: {number} would be lost, which may hold leaves: {few(left_out)}. Pass "
                 "allow_missing=True to convert the rest"
             )
-        model = None if target == "peft" else settings
-        model = model_config(found.store) if rules and model is None else model
-        choice = LeafChoice(root, rules, names, model)
-        trees = {name: plan_tree(view, choice, dtype, target) for name, view in views.items()}
+        model = None if like is None else open_model(like, stack)
+        numbers = None if target == "peft" else settings
+        settled = _settle_rules(rename, back, found, views, model, numbers, target)
+        rules = settled.rules if settled else None
+        choice = LeafChoice(root, rules, names, *_facts_for_rules(settled, model, target))
+        cast = None if target == "hf" else dtype  # an export gives each tensor the dtype that `like` has
+        trees = {name: plan_tree(view, choice, cast, target, settled) for name, view in views.items()}
         if dequant is not False:
             _require_numbers(found, trees.values())
         _check(trees, target, place.name, max_shard_bytes)
         if target == "peft":
             (tree,) = trees.values()
             plan_adapter(tree, settings or {}, rules)
+        files = None
+        if target == "hf":
+            (tree,) = trees.values()
+            files = plan_model(tree, ExportWish(model, settings, dtype, card, fill_from_like, allow_missing))
         conversion = summarize(source if step is None else found.path, destination, target, trees, left_out)
         budget = _budget(memory, trees, target)
         if not dry_run:
             place.require_free(conversion.nbytes)
             with metered(progress, conversion.nbytes, "converting") as meter:
-                _write(place, target, trees, budget, max_shard_bytes, meter)
+                _write(place, target, trees, budget, max_shard_bytes, meter, files)
     return conversion
 
 
 # ------------------------------------------------------------------------------------------- arguments
+
+
+def _check_arguments(
+    target: TargetFormat, destination: str | os.PathLike[str], *, has_rules: bool, config: Any, like: Any
+) -> None:
+    """Raise ValueError for arguments that belong to another target."""
+    if target == "hf":
+        return
+    if config is not None and target != "peft" and not has_rules:
+        raise ValueError(f"config= is for to='peft', to='hf' and rules, and the target is {target}")
+    if like is not None and not has_rules:
+        raise ValueError(f"like= is for to='hf' and for rules, and the target is {target}")
+    if is_hub_url(os.fspath(destination)):
+        refuse_to_write(os.fspath(destination))
 
 
 def _target_format(name: str, to: TargetFormat | None) -> TargetFormat:
@@ -214,17 +279,48 @@ def _open(
 # ------------------------------------------------------------------------------------------- planning
 
 
+def _settle_rules(
+    rename: RenameRules | None,
+    back: bool | None,
+    found: Found,
+    views: Mapping[str, View],
+    model: ModelDirectory | None,
+    config: Mapping[str, Any] | None,
+    target: TargetFormat,
+) -> ModelRules | None:
+    """Return the rules to apply, with the configuration of the model: of the caller, of `like`, recorded, or beside the
+    source."""
+    (view, *_) = views.values()
+    origin = view.tree.origin
+    beside = with_settings(model.config if model else config_in(origin or {}), config or {})
+    configs = [lambda: beside, lambda: model_config(found.store)]
+    is_back = bool(back) if target != "hf" else back
+    return model_rules(rename, back=is_back, origin=origin, configs=configs, path=found.path)
+
+
+def _facts_for_rules(
+    settled: ModelRules | None, model: ModelDirectory | None, target: TargetFormat
+) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]], Mapping[str, str]]:
+    """Return the numbers for rules, and shapes and dtypes of the leaves to be made as far as they are known."""
+    leaves = model.leaves if model and settled else {}
+    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    config = settled.config if settled else {}
+    if target == "hf":  # it casts once, from the values of the tree, and perhaps to a dtype of the caller
+        return without_dtype(config), shapes, {}
+    return config, shapes, {name: leaf.dtype for name, leaf in leaves.items()}
+
+
 def _check(
     trees: Mapping[str, ConvertedTree], target: TargetFormat, name: str, max_shard_bytes: int | None
 ) -> None:
     """Raise if the conversion is impossible, before anything is written."""
     is_one_file = target in ("npz", "msgpack") or name.endswith(SUFFIX)
-    if max_shard_bytes is not None and (is_one_file or target != "safetensors"):
+    if max_shard_bytes is not None and (is_one_file or target not in ("safetensors", "hf")):
         raise ValueError(
             f"max_shard_bytes={max_shard_bytes}: only a directory of safetensors files has shards"
         )
-    if (is_one_file or target == "peft") and len(trees) != 1:
-        kind = "adapter" if target == "peft" else "file"
+    if (is_one_file or target in ("peft", "hf")) and len(trees) != 1:
+        kind = {"peft": "adapter", "hf": "model"}.get(target, "file")
         raise ValueError(
             f"one {kind} holds one tree, and the source has {sorted(trees)}; choose one with prefix="
         )
@@ -287,17 +383,18 @@ def _budget(memory: int | None, trees: Mapping[str, ConvertedTree], target: Targ
 
 
 def _write(
-    place: _Destination,
+    place: _Destination | _HubDestination,
     target: TargetFormat,
     trees: Mapping[str, ConvertedTree],
     budget: int,
     max_shard_bytes: int | None,
     meter: Meter,
+    files: ModelFiles | None,
 ) -> None:
     options = SaveOptions(staging_bytes=budget)
     if max_shard_bytes is not None:
         options = replace(options, max_shard_bytes=max_shard_bytes)
-    with place.creating(in_files=target not in ("safetensors", "zarr")) as (store, name):
+    with place.creating(in_files=target not in ("safetensors", "zarr", "hf")) as (store, name):
         for prefix, tree in trees.items():
             tree.sources = _with_small_leaves_read(tree, budget // 4)
             if target in ("npz", "msgpack"):
@@ -307,6 +404,8 @@ def _write(
                 write_tree(_file(store, name) / prefix, leaves, Staging(budget), meter)
             elif target == "peft":
                 _write_adapter(store.at(name), tree, options, meter)
+            elif files:
+                _write_model(store, name, tree, options, meter, files)
             else:
                 complete(_save(store, name, prefix, target, tree, options), meter=meter)
         if target == "orbax":
@@ -326,6 +425,7 @@ def _with_small_leaves_read(tree: ConvertedTree, room: int) -> list[Source]:
         ((_, array),) = source.parts
         if (
             isinstance(array, StoredLeaf)
+            and array.reader is tree.view
             and 0 < array.entry.nbytes <= _SMALL < room
             and not array.decoded_nbytes
         ):
@@ -356,6 +456,21 @@ def _write_adapter(store: Store, tree: ConvertedTree, options: SaveOptions, mete
         file.write(msgspec.json.format(msgspec.json.encode(tree.adapter_config), indent=2))
 
 
+def _write_model(
+    around: Store, name: str, tree: ConvertedTree, options: SaveOptions, meter: Meter, files: ModelFiles
+) -> None:
+    """Write the files of a model, then its weights and their index. In a bucket an error removes the files again."""
+    inside = around.at(name)
+    try:
+        files.put(inside)
+        complete(_save(around, name, "", "safetensors", tree, options), meter=meter)
+    except BaseException:
+        if on_disk(inside) is None:
+            with clearing_up():
+                files.remove(inside)
+        raise
+
+
 def _save(
     around: Store, name: str, prefix: str, target: Any, converted: ConvertedTree, options: SaveOptions
 ) -> Save:
@@ -363,7 +478,8 @@ def _save(
     # Name the program that first wrote the checkpoint, before any conversion.
     writer = re.sub(r".*converted from ", "", view.tree.written_by) or view.format
     written_by = f"eformer {__version__}, converted from {writer}"
-    entry = new_entry(written_by, converted.structure, view.tree.raw_metadata, converted.raw_values)
+    metadata = view.tree.raw_metadata if converted.keeps_metadata else {}
+    entry = new_entry(written_by, converted.structure, metadata, converted.raw_values, converted.origin)
     if converted.adapter_config:
         entry = with_config(entry, converted.adapter_config)
     store, file = (around, name) if name.endswith(SUFFIX) else (around.at(name), "")
@@ -376,6 +492,10 @@ def _save(
 
 
 # ------------------------------------------------------------------------------------------- destination
+
+
+def _place_of(path: str | os.PathLike[str]) -> _Destination | _HubDestination:
+    return _HubDestination(os.fspath(path)) if is_hub_url(os.fspath(path)) else _Destination(path)
 
 
 class _Destination:
@@ -425,6 +545,32 @@ class _Destination:
                 _upload(Path(folder), self._around)
         else:
             yield self._around, self.name
+
+
+class _HubDestination:
+    """A model on the Hugging Face Hub. It is made in a temporary directory, and uploaded by one commit, which replaces
+    the weights that the model had before."""
+
+    def __init__(self, url: str) -> None:
+        self._repository = HubRepository.of(url)
+        self.name = "model"
+
+    def require_free(self, nbytes: int) -> None:
+        """Raise if the disk has less space than `nbytes`, or the token must not write to the model."""
+        folder = tempfile.gettempdir()
+        if nbytes > (free := shutil.disk_usage(folder).free):
+            raise OSError(
+                f"not enough space to make the model before its upload: it takes {size(nbytes)}, {folder} has "
+                f"{size(free)} left; set TMPDIR to a larger disk"
+            )
+        self._repository.create()
+
+    @contextmanager
+    def creating(self, *, in_files: bool) -> Iterator[tuple[Store, str]]:
+        """Yield a temporary directory, and upload it at the end of the block."""
+        with tempfile.TemporaryDirectory(prefix="eformer-export-") as folder:
+            yield LocalStore(Path(folder)), self.name
+            self._repository.upload(Path(folder) / self.name)
 
 
 def _is_free(where: Path) -> bool:

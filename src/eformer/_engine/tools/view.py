@@ -28,6 +28,7 @@ from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.lazy_arrays import StoredLeaf, entry_of
 from eformer._engine.record.manifest import Leaves, parse_structure, with_entries
 from eformer._engine.record.names import Spellings, ambiguous, with_nearest
+from eformer._engine.record.origin import Origin, parent_of
 from eformer._engine.record.rename import refuse_transformed_keys, rules_from
 from eformer._engine.record.values import value_from_json
 from eformer._engine.stores.cache import caching
@@ -316,6 +317,11 @@ class View(Shown, Mapping[str, Any]):
     def tree(self) -> TreeEntry:
         """Return the tree's entry in the manifest."""
         return self._tree
+
+    @property
+    def as_parent(self) -> Origin:
+        """Return the description of this checkpoint as the parent of another tree."""
+        return parent_of(self._path, self._tree.save_id, self._found.manifest.digest)
 
     @property
     def format(self) -> str:

@@ -6,6 +6,7 @@ Tests: tests/engine/formats/test_safetensors.py, tests/engine/formats/safetensor
 from __future__ import annotations
 
 import logging
+import math
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -79,7 +80,9 @@ def _index(store: Store, tree: TreeEntry) -> bytes:
     run_all([partial(read, name) for name in names], store.read_threads)
     weight_map = {tensor: name for name in names for tensor in tensors[name]}
     total = sum(file.nbytes - file.header_nbytes for file in tree.files)
-    index = {"metadata": {"total_size": total, "eformer": tree.save_id}, "weight_map": weight_map}
+    parameters = sum(math.prod(entry.shape) for entry in tree.listed_leaves().values())
+    metadata = {"eformer": tree.save_id, "total_parameters": parameters, "total_size": total}
+    index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
     return msgspec.json.format(msgspec.json.encode(index), indent=2)
 
 
@@ -132,10 +135,16 @@ def _problem(
     if saved != tree.save_id:
         return f"are of the save {saved!r}, expected {tree.save_id!r}" if is_locked else ""
     try:
-        is_same = document == msgspec.json.decode(_index(store, tree))
+        is_same = _content(document) == _content(msgspec.json.decode(_index(store, tree)))
     except (OSError, FormatError):  # the files are damaged, which is reported for each of them
         return ""
     return "" if is_same else "do not list what the files hold"
+
+
+def _content(index: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the facts that every version of eformer writes to an index."""
+    metadata = index.get("metadata")
+    return index.get("weight_map"), metadata.get("total_size") if isinstance(metadata, dict) else None
 
 
 class _IndexMetadata(msgspec.Struct):
