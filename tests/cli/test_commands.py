@@ -392,6 +392,7 @@ def test_output_that_nobody_reads_is_no_failure(model, tmp_path):
         assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
 
 
+@pytest.mark.thorough
 def test_the_exit_code_is_the_commands_own_when_nobody_reads(model, tmp_path):
     path = Path(shutil.copytree(model, tmp_path / "damaged"))
     flip(path / "model.safetensors", -10)
@@ -416,6 +417,7 @@ def test_python_runs_the_package_like_the_command(model):
     assert "Usage: eformer " in refused.stderr
 
 
+@pytest.mark.thorough
 def test_a_closed_standard_output_is_no_error(model):
     for command in ("inspect", "ls", "verify"):
         done = subprocess.run(f"{EFORMER} {command} {model} >&-", shell=True, capture_output=True, text=True)

@@ -82,6 +82,7 @@ def test_from_arrays_of_every_kind(tmp_path, form, options):
     assert_same(load(tmp_path / "new"), load(tmp_path / "old"))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "path",
     [
@@ -374,6 +375,7 @@ def test_a_conversion_stays_within_its_memory(large, tmp_path, form, rules):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA covers all memory on Linux alone")
+@pytest.mark.thorough
 def test_quantised_weights_become_numbers_within_the_memory(tmp_path):
     """160 MB of FP8 and 80 MB of experts of MXFP4 become 320 MB each; the experts are transposed."""
     leaves = {
@@ -403,6 +405,7 @@ def test_quantised_weights_become_numbers_within_the_memory(tmp_path):
         assert view["a.weight"][-1, -3:].tolist() == view["e"][3, -3:, 7].tolist() == [2, 2, 2]
 
 
+@pytest.mark.thorough
 def test_a_chunk_that_does_not_fit_is_refused_with_the_memory_it_needs(tmp_path):
     np.savez_compressed(tmp_path / "old.npz", w=np.zeros((300, 10**6), np.uint8))
     with pytest.raises(ValueError, match=r"a chunk of 300 MB has to be decoded whole; allow at least \d"):
@@ -422,6 +425,7 @@ convert(sys.argv[1], sys.argv[2], to=sys.argv[3], progress=slowly)
 """
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize("form", ["safetensors", "tensorstore", "npz"])
 @pytest.mark.sample(3)
@@ -628,6 +632,7 @@ assert verify(sys.argv[2]).ok and verify(sys.argv[3]).ok
 """
 
 
+@pytest.mark.thorough
 def test_hundreds_of_shards_need_few_descriptors(tmp_path):
     tree = {f"w{number}": np.full(50, number) for number in range(200)}
     save(tree, tmp_path / "old")
