@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+
+from eformer import checkpoint
 from support import maxtext_oracle as maxtext
 from support.states import flat
 from support.tiny_models import MODELS, config_of, leaves_of
-
-from eformer import checkpoint
 
 CASES = [(name, layout) for name in maxtext.MODELS for layout in ("maxtext-unscanned", "maxtext")]
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+
 from support.tiny_models import MODELS, NAMES, config_of
 
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from support.tiny_models import MODELS, config_of
-from support.tunix_models import MODELS as NAMES
-from support.tunix_models import model_for
 from transformers import AutoModelForCausalLM
 
 from eformer import checkpoint
+from support.tiny_models import MODELS, config_of
+from support.tunix_models import MODELS as NAMES
+from support.tunix_models import model_for
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix, for names of old versions of JAX
 
