@@ -59,17 +59,17 @@ UTILS = {
 CHECKPOINT = {
     "abstract": "(path, *, step=None, prefix=None, plain=False)",
     "best": "(path, *, by=None, mode='min')",
-    "convert": "(source, destination, *, to=None, step=None, prefix=None, root=None, keys=None, rename=None, dtype=None, config=None, "
+    "convert": "(source, destination, *, to=None, step=None, prefix=None, root=None, keys=None, rename=None, back=False, dtype=None, config=None, "
     "max_shard_bytes=None, memory=None, dry_run=False, allow_missing=False, progress=None, dequant=None)",
     "diff": "(a, b, *, prefix=None, progress=None)",
     "fingerprint": "(tree, *, timeout=None)",
     "follow": "(path, *, after=None, poll=10.0, timeout=None)",
     "inspect": "(path, *, step=None)",
     "latest": "(path)",
-    "load": "(path, *, step=None, like=None, into=None, partial=False, root=None, rename=None, resize=None, plain=False, return_report=False, "
+    "load": "(path, *, step=None, like=None, into=None, partial=False, root=None, rename=None, back=False, config=None, resize=None, plain=False, return_report=False, "
     "prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, callback=None, verify=None, mmap=False, "
     "progress=None, options=LoadOptions(), signed_by=None, dequant=None, duplicates=None)",
-    "open": "(path, *, step=None, prefix=None, cache=None, signed_by=None)",
+    "open": "(path, *, step=None, prefix=None, cache=None, signed_by=None, dequant=None, rename=None, back=False, config=None)",
     "placement": "(path, *, mesh=None, rules=None, shardings=None, prefix=None, dtype=None)",
     "prune": "(directory, *, keep, pattern=None, foreign=False, check=False, dry_run=False)",
     "register_module": "(kind, *, state, update=None, build=None)",

@@ -24,7 +24,7 @@ from eformer._engine.record.templates import KnownSizes, Template
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from eformer._engine.record.axes import Sizes
     from eformer._engine.record.expressions import Numbers
@@ -55,6 +55,10 @@ class Solved:
     axes: tuple[Axis, ...]
     sizes: Sizes
     dtype: np.dtype[Any]
+
+
+class _Undivided(str):
+    """A problem: too few sizes are known. The shapes of the targets may help."""
 
 
 class Member(NamedTuple):
@@ -181,11 +185,11 @@ fits = _fits
 class Assembly:
     """The targets of one stage.
 
-    shapes   the shapes that leaves must have, by name, as far as they are known
+    shapes   returns the shapes that leaves must have, by name, as far as they are known
     """
 
     def __init__(
-        self, numbers: Numbers, lines: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+        self, numbers: Numbers, lines: Mapping[str, str], shapes: Callable[[], Mapping[str, tuple[int, ...]]]
     ) -> None:
         self.numbers, self.lines, self.shapes = numbers, lines, shapes
         self.targets: dict[str, Target] = {}
@@ -238,7 +242,7 @@ class Assembly:
     def add_constants(self, ready: ReadyRule) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the names and shapes of the constant leaves of a rule."""
         for template in ready.targets:
-            found = {name: shape for name, shape in self.shapes.items() if template.match(name) is not None}
+            found = {name: shape for name, shape in self.shapes().items() if template.match(name) is not None}
             yield from (found or dict(self._counted(ready, template))).items()
 
     def _counted(self, ready: ReadyRule, template: Template) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -262,16 +266,15 @@ class Assembly:
         self, ready: ReadyRule, number: int, bound: Bound, name: str, array: LazyArray
     ) -> Solved | str:
         """Return the sizes of the axes of a leaf, or the problem with them. Leaves alike share them."""
-        wanted = self._wanted(ready, bound) if self.shapes else ()
-        key = (number, array.shape, array.dtype, wanted)
+        key: tuple[object, ...] = (number, array.shape, array.dtype)
         found = ready.solved.get(key)
         if found is None:
-            axes = _expanded(ready.sources[number].leaf.axes or (REST,), len(array.shape))
-            try:
-                found = Solved(axes, self._solved(ready, axes, array.shape, wanted, name), array.dtype)
-            except FormatError as error:
-                found = f"{ready.where}: {error}"
-            ready.solved[key] = found
+            found = ready.solved[key] = self._solved(ready, number, array, (), name)
+        if isinstance(found, _Undivided) and self.shapes():
+            wanted = self._wanted(ready, bound)
+            found = ready.solved.get((*key, wanted))
+            if found is None:
+                found = ready.solved[*key, wanted] = self._solved(ready, number, array, wanted, name)
         return found
 
     def _wanted(self, ready: ReadyRule, bound: Bound) -> tuple[tuple[int, ...] | None, ...]:
@@ -284,34 +287,49 @@ class Assembly:
             else ""
             for template in ready.targets
         ]
-        return tuple(map(self.shapes.get, names))
+        return tuple(map(self.shapes().get, names))
 
     def _solved(
         self,
         ready: ReadyRule,
-        axes: Sequence[Axis],
-        shape: tuple[int, ...],
+        number: int,
+        array: LazyArray,
+        wanted: Sequence[tuple[int, ...] | None],
+        name: str,
+    ) -> Solved | str:
+        """Solve the axes of a leaf, with the shapes of its targets as far as they are known."""
+        axes = _expanded(ready.sources[number].leaf.axes or (REST,), len(array.shape))
+        equations = list(zip(axes, array.shape, strict=True))
+        try:
+            sizes = self._sizes(ready, equations, wanted, name)
+        except FormatError as error:
+            return f"{ready.where}: {error}"
+        for axis, total in equations:
+            if unknown := sorted({n for n in all_names(axis) if n not in sizes}):
+                return _Undivided(f"{ready.where}: {self._undivided(axis, total, unknown)}")
+        return Solved(axes, sizes, array.dtype)
+
+    def _sizes(
+        self,
+        ready: ReadyRule,
+        equations: Sequence[tuple[Axis, int]],
         wanted: Sequence[tuple[int, ...] | None],
         name: str,
     ) -> Sizes:
         sizes = dict(ready.known.sizes)
-        equations = list(zip(axes, shape, strict=True))
         others = [
             pair
-            for template, known in zip(ready.targets, wanted, strict=False)
-            for pair in self._equations(ready, template.leaf, known)
+            for template, shape in zip(ready.targets, wanted, strict=False)
+            for pair in self._equations(ready, template.leaf, shape)
         ]
         before = -1
         while len(sizes) > before:
             before = len(sizes)
             for number, (axis, total) in enumerate(equations):
-                self._solve_source(ready, axis, total, sizes, name, number)
+                self._solve_source(axis, total, sizes, name, number)
             for axis, total in others:
                 if sum(n not in sizes for n in all_names(axis)) == 1:
                     _try_solve(axis, total, sizes)
-        for axis, total in equations:
-            if unknown := sorted({n for n in all_names(axis) if n not in sizes}):
-                raise FormatError(self._undivided(axis, total, unknown))
         return sizes
 
     def _equations(
@@ -329,9 +347,7 @@ class Assembly:
             if not (numbered | (set() if ready.back else set(ready.pads))) & set(all_names(axis)):
                 yield axis, total
 
-    def _solve_source(
-        self, ready: ReadyRule, axis: Axis, total: int, sizes: Sizes, name: str, number: int
-    ) -> None:
+    def _solve_source(self, axis: Axis, total: int, sizes: Sizes, name: str, number: int) -> None:
         given = dict(sizes)
         try:
             solve(axis, total, sizes)

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from eformer._engine.record.lazy_arrays import Computed, Constant, stored_leaves
 from eformer._engine.record.names import nearest, readable
 from eformer._engine.record.notation import AxisRule, is_notation, parse_let, parse_rule, without_comment
 from eformer._engine.record.rearrange import Assembly, ReadyRule, fits
+from eformer._engine.record.planned import LazyArray
 from eformer._engine.record.regex_rules import (
     RegexRule,
     Stacking,
@@ -40,9 +42,8 @@ from eformer._engine.record.templates import Template, outline_of
 from eformer.errors import FormatError, MismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from eformer._engine.record.planned import LazyArray
     from eformer._engine.record.rule_books import Book
     from eformer._engine.record.templates import Bound
 
@@ -64,6 +65,9 @@ class RuleText:
     lets: Mapping[str, Expression] = field(default_factory=dict)
     lines: Mapping[str, str] = field(default_factory=dict)
     book: Book | None = None
+
+
+_Stage = tuple[RuleText, tuple[RegexRule | AxisRule, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +164,11 @@ class RenamingRules:
         texts = (parse_book(text.name, kind) if isinstance(text, BookName) else text for text in self.texts)
         return replace(self, texts=tuple(texts))
 
+    def _in_order(self) -> list[_Stage]:
+        """List the stages of all texts in the order in which they are applied."""
+        stages = [(text, stage) for text in self.texts if isinstance(text, RuleText) for stage in text.stages]
+        return stages[::-1] if self.back else stages
+
     @property
     def books(self) -> list[Book]:
         return [text.book for text in self.texts if isinstance(text, RuleText) and text.book]
@@ -167,11 +176,11 @@ class RenamingRules:
     def matches(self, name: str) -> bool:
         """Tell whether a rule of the first stage may match a name."""
         known = _Known(self.back)
-        (text, *_) = self.texts[::-1] if self.back else self.texts
-        if isinstance(text, BookName):
+        stages = self._in_order()
+        if not stages:  # the name of a layout, which says nothing yet
             return True
-        stage = text.stages[-1 if self.back else 0]
-        return any(way.matches(name) for way in _Renaming(stage, text, known, is_last=False).ways)
+        ((text, stage), *_) = stages
+        return any(way.matches(name) for way in _Renaming(stage, text, known, dict, {}).ways)
 
     def apply(
         self,
@@ -190,24 +199,16 @@ class RenamingRules:
         known = _Known(self.back, numbers or {}, shapes or {}, dtypes or {})
         renamed = Renamed(dict(arrays), plain={name: name for name in plain})
         kept = dict.fromkeys([*arrays, *plain], "")
-        texts = self.of_model(known.config).texts
-        for text in texts[::-1] if self.back else texts:
-            assert isinstance(text, RuleText)
-            own = dict.fromkeys([*renamed.arrays, *renamed.plain.values()], "")
-            for stage in text.stages[::-1] if self.back else text.stages:
-                is_last = (
-                    text is texts[0 if self.back else -1] and stage is text.stages[0 if self.back else -1]
-                )
-                renaming = _Renaming(stage, text, known, is_last=is_last, before=renamed.transforms)
-                renamed = _joined(
-                    renamed, renaming.apply(renamed.arrays, dict.fromkeys(renamed.plain.values()))
-                )
-                own, kept = renaming.still_kept(own), renaming.still_kept(kept)
-            if text.book and own:
-                unmatched = [
-                    f"{name}: no rule of {text.book.name} matches{hint}" for name, hint in own.items()
-                ]
-                raise MismatchError(unmatched, context="rename")
+        stages = self.of_model(known.config)._in_order()
+        own: dict[str, str] = {}
+        for number, (text, stage) in enumerate(stages):
+            shapes_of = cache(partial(_shapes_before, stages[number + 1 :], known))
+            renaming = _Renaming(stage, text, known, shapes_of, renamed.transforms)
+            renamed = _joined(renamed, renaming.apply(renamed.arrays, dict.fromkeys(renamed.plain.values())))
+            kept = renaming.still_kept(kept)
+            is_first = number == 0 or stages[number - 1][0] is not text
+            own = dict(renaming.kept) if is_first else renaming.still_kept(own)
+            _require_matched(own, text, stages[number + 1 :])
         renamed.kept = [f"{name}{hint}" for name, hint in kept.items()]
         _set_dtypes(renamed, known)
         return renamed
@@ -368,13 +369,11 @@ class _Renaming:
         stage: Sequence[RegexRule | AxisRule],
         text: RuleText,
         known: _Known,
-        *,
-        is_last: bool,
-        before: Mapping[str, str] | None = None,
+        shapes: Callable[[], Mapping[str, tuple[int, ...]]],
+        before: Mapping[str, str],
     ) -> None:
-        self.stage, self.known, self.is_last = stage, known, is_last
+        self.stage, self.known, self.shapes, self.before = stage, known, shapes, before
         self.is_book = text.book is not None
-        self.before = before or {}
         self.numbers = Numbers(text.lets, known.config)
         self.kept: dict[str, str] = {}
         self.renamed = Renamed()
@@ -382,7 +381,7 @@ class _Renaming:
         self.used: set[str] = set()
         self.stacks: dict[str, list[Stacking]] = {}
         self.taken: set[str] = set()
-        self.assembly = Assembly(self.numbers, text.lines, known.shapes if is_last else {})
+        self.assembly = Assembly(self.numbers, text.lines, shapes)
         self.ways = list(self._ways())
         self._by_outline: dict[str, list[_Way]] = {}
 
@@ -462,7 +461,7 @@ class _Renaming:
             if bound is None or array is None or isinstance(ready, RegexRule):
                 continue
             new = ready.targets[0].fill(bound)
-            is_wanted = not self.known.shapes or not self.is_last or new in self.known.shapes
+            is_wanted = not self.shapes() or new in self.shapes()
             if is_wanted and ready.sources[0].fill(bound) not in self.arrays:
                 self.used.add(ready.where)
                 self.assembly.add(ready, 0, bound, name, array)
@@ -568,6 +567,37 @@ class _Renaming:
     def still_kept(self, names: Mapping[str, str]) -> dict[str, str]:
         """Return the names that this stage keeps, too, with its hints."""
         return {name: self.kept[name] or hint for name, hint in names.items() if name in self.kept}
+
+
+def _require_matched(kept: Mapping[str, str], text: RuleText, later: Sequence[_Stage]) -> None:
+    """Refuse leaves that no stage of a book matches, behind its last stage."""
+    if text.book and kept and not (later and later[0][0] is text):
+        unmatched = [f"{name}: no rule of {text.book.name} matches{hint}" for name, hint in kept.items()]
+        raise MismatchError(unmatched, context="rename")
+
+
+class _Shaped(LazyArray):
+    """An array that has a shape and no elements."""
+
+    in_order = True
+    dtype = np.dtype(np.float32)
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+
+def _shapes_before(stages: Sequence[_Stage], known: _Known) -> Mapping[str, tuple[int, ...]]:
+    """Return the shapes that leaves must have before the stages that are still to come, if that can be told."""
+    shapes = known.shapes
+    undoing = replace(known, back=not known.back)
+    for text, stage in reversed(stages) if shapes else ():
+        try:
+            renaming = _Renaming(stage, text, undoing, dict, {})
+            arrays: dict[str, LazyArray] = {name: _Shaped(shape) for name, shape in shapes.items()}
+            shapes = {name: array.shape for name, array in renaming.apply(arrays, ()).arrays.items()}
+        except (FormatError, MismatchError):
+            return {}
+    return shapes
 
 
 def _near_miss(near: RegexRule | ReadyRule | None, array: LazyArray | None) -> str:

@@ -136,7 +136,7 @@ def convert(
     place = _Destination(destination)
     target = _target_format(place.name, to)
     if config is not None and target != "peft" and rename is None:
-        raise ValueError(f"config= is for the rules of rename=, and for to='peft'; the target is {target}")
+        raise ValueError(f"config= is for to='peft' and for the rules of rename=, and the target is {target}")
     if back and rename is None:
         raise ValueError("back=True is for the rules of rename=")
     numbers = dtype_of_dequant(dequant)
