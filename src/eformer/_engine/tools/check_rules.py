@@ -107,7 +107,7 @@ class NamedRules:
             settings = model_config(found.store) if given is None else given
             name, text = self._for_model(settings)
             with View(
-                found, prefix, holds=False, dequant="bf16"
+                found, prefix, holds=False, dequant="bfloat16"
             ) as view:  # quantised weights by their dense names
                 return _Checking(name, text, found.path, view.arrays, settings, wanted).result()
 
