@@ -10,6 +10,7 @@ from eformer import checkpoint
 from eformer._engine.record.dtypes import name_of_dtype
 from eformer._engine.record.rename import rules_from
 from eformer._engine.record.rule_books import books, find_book
+from rules.results import RESULTS, digest
 from support.tiny_models import (
     CASES,
     MODELS,
