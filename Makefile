@@ -111,9 +111,10 @@ $(VENV)/.docs: $(VENV)/.installed
 
 # torch comes first and alone: others only ask for any torch, which may be a build of several gigabytes.
 $(FRAMEWORKS)/.installed: PIP = $(FRAMEWORKS)/bin/python -m pip --disable-pip-version-check --quiet
-$(FRAMEWORKS)/.installed: pyproject.toml constraints.txt tests/frameworks/requirements.txt
+$(FRAMEWORKS)/.installed: pyproject.toml constraints.txt tests/frameworks/requirements.txt tests/frameworks/no-deps.txt
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	$(PIP) install $$(grep '^torch==' tests/frameworks/requirements.txt)
 	$(PIP) install -c constraints.txt -r tests/frameworks/requirements.txt
+	$(PIP) install --no-deps --ignore-requires-python -r tests/frameworks/no-deps.txt
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $@

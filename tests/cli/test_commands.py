@@ -507,3 +507,34 @@ def test_an_option_before_its_command_is_told_where_it_belongs():
     done = run("--store-option", "a=b", "ls", "x", code=2)
     assert "no such option '--store-option'; write it after the command" in done.stderr.replace(": -", " '-")
     assert "write it" not in run("--no-such-option", "ls", "x", code=2).stderr
+
+
+MODELS = Path(__file__).parents[1] / "rules" / "models"
+
+
+def test_rules_lists_families_and_prints_a_book():
+    listed = run("rules").stdout
+    assert "llama, mistral: flax, flax-scan, maxtext-unscanned, maxtext, tunix" in listed
+    assert "any model: flax, flax-scan" in listed
+    assert run("rules", "qwen3/tunix").stdout.startswith("# qwen3/tunix, rules 1: ")
+    assert {"llama", "mistral"} <= {
+        kind for family in json.loads(run("rules", "--json").stdout) for kind in family["model_types"]
+    }
+
+
+def test_rules_check_tells_by_its_exit_code_whether_rules_fit(tmp_path):
+    llama = MODELS / "llama"
+    assert "fits" in run("rules", "check", llama, "--rename", "maxtext").stdout
+    run("convert", llama, tmp_path / "mine", "--to", "safetensors", "--rename", "tunix")
+    run("rules", "check", llama, "--rename", "tunix", "--like", tmp_path / "mine")
+    shown = run("rules", "check", llama, "--rename", "maxtext", "--like", tmp_path / "mine", code=1).stdout
+    assert "! missing, though like has it: embedder.input_embedding" in shown
+    facts = json.loads(run("rules", "check", llama, "--rename", "tunix", "--json").stdout)
+    assert facts["ok"]
+    assert facts["leaves"]["lm_head.w"] == [8, 37]
+
+
+def test_rules_that_do_not_exist_are_an_error():
+    assert "near are llama/maxtext" in run("rules", "lama/maxtext", code=2).stderr
+    assert "for `eformer rules check SOURCE`" in run("rules", "llama/flax", "--like", "x", code=2).stderr
+    assert "expected: eformer rules check SOURCE" in run("rules", "check", code=2).stderr

@@ -34,10 +34,23 @@ DECODER = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-HEADS_OF_QWEN2 = {key: value for key, value in DECODER.items() if key != "head_dim"} | {"hidden_size": 24}
+WITHOUT_HEAD_DIM = {key: value for key, value in DECODER.items() if key != "head_dim"} | {
+    "hidden_size": 12,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 # Tunix rotates by this number, whatever its config says.
 ROPE = {"rope_parameters": {"rope_theta": 1_000_000.0, "rope_type": "default"}}
 LAYERS_OF_GEMMA = {"num_hidden_layers": 4, "sliding_window": 8}
+GLOBAL_OF_GEMMA4 = {
+    "sliding_window": 8,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 30.0,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+}
 VISION = {
     "hidden_size": 10,
     "intermediate_size": 11,
@@ -76,11 +89,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", DECODER | ROPE),
     "llama-tied": ("LlamaForCausalLM", DECODER | ROPE | {"tie_word_embeddings": True}),
     "mistral": ("MistralForCausalLM", DECODER),
-    "qwen2": ("Qwen2ForCausalLM", HEADS_OF_QWEN2 | ROPE),
-    "qwen2-tied": ("Qwen2ForCausalLM", HEADS_OF_QWEN2 | ROPE | {"tie_word_embeddings": True}),
+    "qwen2": ("Qwen2ForCausalLM", WITHOUT_HEAD_DIM | ROPE),
+    "qwen2-tied": ("Qwen2ForCausalLM", WITHOUT_HEAD_DIM | ROPE | {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", DECODER | ROPE),
     "qwen3-tied": ("Qwen3ForCausalLM", DECODER | ROPE | {"tie_word_embeddings": True}),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", DECODER | ROPE | EXPERTS | {"num_experts": 3, "norm_topk_prob": True}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        DECODER | ROPE | EXPERTS | {"num_experts": 3, "norm_topk_prob": True},
+    ),
     "mixtral": ("MixtralForCausalLM", DECODER | {"num_local_experts": 3}),
     "deepseek_v3": ("DeepseekV3ForCausalLM", DECODER | DEEPSEEK),
     "deepseek_v2": (
@@ -103,26 +119,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3ForCausalLM",
         DECODER
         | LAYERS_OF_GEMMA
-        | {"tie_word_embeddings": True, "num_hidden_layers": 8, "query_pre_attn_scalar": 6},
+        | {"tie_word_embeddings": True, "num_hidden_layers": 7, "query_pre_attn_scalar": 6},
     ),
     "gemma3": (
         "Gemma3ForConditionalGeneration",
         {
             "text_config": DECODER
-            | {"num_hidden_layers": 14, "sliding_window": 8, "query_pre_attn_scalar": 6, "vocab_size": 41},
+            | {"num_hidden_layers": 13, "sliding_window": 8, "query_pre_attn_scalar": 6, "vocab_size": 41},
             "vision_config": VISION | {"model_type": "siglip_vision_model", "vision_use_head": False},
             "mm_tokens_per_image": 1,
             "tie_word_embeddings": True,
         },
     ),
-    "phi3": ("Phi3ForCausalLM", DECODER | {"hidden_size": 24}),
+    "phi3": ("Phi3ForCausalLM", WITHOUT_HEAD_DIM),
     "gpt2": (
         "GPT2LMHeadModel",
         {"vocab_size": 37, "n_embd": 12, "n_layer": 2, "n_head": 3, "n_inner": 13, "n_positions": 17},
     ),
     "gpt_neox": (
         "GPTNeoXForCausalLM",
-        DECODER | {"hidden_size": 24, "rotary_pct": 0.5},
+        WITHOUT_HEAD_DIM | {"rotary_pct": 0.5},
     ),
     "whisper": (
         "WhisperForConditionalGeneration",
@@ -177,7 +193,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 "vocab_size": 37,
                 "hidden_size": 12,
                 "intermediate_size": 13,
-                "num_hidden_layers": 3,
+                "num_hidden_layers": 2,
                 "num_attention_heads": 4,
                 "max_position_embeddings": 17,
                 "projection_size": 12,
@@ -192,7 +208,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 "vocab_size": 37,
                 "hidden_size": 12,
                 "intermediate_size": 13,
-                "num_hidden_layers": 3,
+                "num_hidden_layers": 2,
                 "num_attention_heads": 4,
                 "max_position_embeddings": 17,
             },
@@ -245,24 +261,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma4ForConditionalGeneration",
         {
             "text_config": DECODER
+            | GLOBAL_OF_GEMMA4
             | {
-                "num_hidden_layers": 12,
-                "sliding_window": 8,
-                "global_head_dim": 10,
-                "num_global_key_value_heads": 1,
-                "attention_k_eq_v": True,
+                "num_hidden_layers": 6,
                 "enable_moe_block": True,
                 "num_experts": 3,
                 "top_k_experts": 2,
                 "moe_intermediate_size": 7,
-                "hidden_size_per_layer_input": 0,
-                "num_kv_shared_layers": 0,
                 "tie_word_embeddings": True,
             },
             "vision_config": VISION | {"num_key_value_heads": 2, "head_dim": 4, "position_embedding_size": 9},
             "audio_config": None,
             "tie_word_embeddings": True,
         },
+    ),
+    "gemma4_text": (
+        "Gemma4ForCausalLM",
+        DECODER
+        | GLOBAL_OF_GEMMA4
+        | {"enable_moe_block": False, "num_hidden_layers": 12, "tie_word_embeddings": True},
     ),
     "gemma3n": (
         "Gemma3nForCausalLM",
@@ -322,7 +339,7 @@ def make(name: str) -> int:
 
 
 # The models whose logits are compared, and the leaves that real models store as float32.
-DTYPES = {"gpt2": "float32", "whisper": "float32"}
+DTYPES = {"gpt2": "float32"}
 FLOAT32 = ("e_score_correction_bias", ".A_log", ".dt_bias")
 
 

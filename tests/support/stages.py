@@ -148,6 +148,17 @@ def _hugging_face() -> dict[str, Any]:
     return {}
 
 
+def _tiny_model(name: str) -> None:
+    shutil.copytree(ROOT / "tests" / "rules" / "models" / name, f"hf/{name}")
+
+
+@stage("docs/guides/rule-book.md")
+def _rule_book() -> dict[str, Any]:
+    for name in ("qwen3", "qwen3_moe"):
+        _tiny_model(name)
+    return {}
+
+
 @stage("docs/guides/from-orbax.md")
 def _orbax() -> dict[str, Any]:
     checkpoint.save(state(), "saved", prefix="default")
@@ -286,6 +297,7 @@ def names_of_docstrings() -> dict[str, Any]:
     checkpoint.save(_saved(0), "pretrained")
     checkpoint.save({"params": {"lora": jnp.ones(2)}}, "lora")
     model = llama("hf/llama")
+    _tiny_model("qwen3")
     _write_others()
     taken = []
 

@@ -16,6 +16,7 @@ sign                     sign every byte with a private key; `load` and `verify`
 diff                     compare two checkpoints; return a Diff
 report                   show a checkpoint, two of them or a run as a page for a browser; return a Report
 convert                  write a checkpoint in another format; return a Conversion
+rules                    show rules by name as NamedRules; their `check` tells whether they fit a model, a RuleCheck
 prune                    delete all but the last checkpoints of a run; return a Pruned
 store_options            set endpoints, credentials and other options of buckets
 placement                compute how many bytes a load would put on each device; return a Placement
@@ -50,6 +51,7 @@ _NAMES = {
     "saving.start": "save save_async",
     "stores.store_options": "store_options",
     "tools.conversion": "Conversion",
+    "tools.check_rules": "NamedRules RuleCheck rules",
     "tools.convert": "convert",
     "tools.diff": "Diff diff",
     "tools.prune": "Pruned prune",
@@ -91,6 +93,9 @@ if TYPE_CHECKING:
     from eformer._engine.saving.start import save as save
     from eformer._engine.saving.start import save_async as save_async
     from eformer._engine.stores.store_options import store_options as store_options
+    from eformer._engine.tools.check_rules import NamedRules as NamedRules
+    from eformer._engine.tools.check_rules import RuleCheck as RuleCheck
+    from eformer._engine.tools.check_rules import rules as rules
     from eformer._engine.tools.conversion import Conversion as Conversion
     from eformer._engine.tools.convert import convert as convert
     from eformer._engine.tools.diff import Diff as Diff

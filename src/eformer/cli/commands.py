@@ -50,6 +50,7 @@ def main(debug: bool) -> None:  # noqa: ARG001  read by the group
       eformer diff ./checkpoint ./other        show which leaves differ
       eformer sign ./checkpoint --key private.pem
       eformer convert ./checkpoint model.safetensors --dtype bf16
+      eformer rules check ./hf --rename maxtext  check rules for a model
       eformer report ./checkpoint              write a page for a browser
       eformer steps ./run                      list the steps of a run
       eformer serve ./run                      show a run while it trains
@@ -436,6 +437,85 @@ def _read_settings(path: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise click.UsageError(f"--config {path} holds no settings: expected a JSON object")
     return found
+
+
+@main.command(short_help="List, print and check rule books")
+@click.argument("name", required=False)
+@click.argument("source", required=False, type=click.Path())
+@click.option("--rename", metavar="RULES", help="With `check`: a layout, a rule book or a file of rules.")
+@click.option("--like", type=click.Path(), help="With `check`: a checkpoint with the leaves to be made.")
+@click.option(
+    "--model-config",
+    metavar="PATH",
+    help="With `check`: config.json of the model, or its directory. Default: the file at SOURCE.",
+)
+@options.as_json
+def rules(
+    name: str | None,
+    source: str | None,
+    rename: str | None,
+    like: str | None,
+    model_config: str | None,
+    as_json: bool,
+) -> None:
+    """List the rule books: the families of models with their layouts. With NAME, print the rules of a book or a file.
+
+    `eformer rules check SOURCE --rename RULES` applies rules to the names and shapes of a checkpoint, and goes back. It
+    reads no data. RULES is a layout, such as maxtext, for the family that config.json names; a book, such as
+    qwen3/maxtext; or a file. With --like, the new leaves must be those of that checkpoint.
+
+    The exit code of `check` is 0 if the rules fit, 1 if they do not, 2 on an error.
+
+    \b
+    eformer rules
+    eformer rules qwen3_moe/maxtext
+    eformer rules check ./hf --rename maxtext
+    eformer rules check ./hf --rename tunix --like ./checkpoint
+    """
+    from eformer._engine.tools.check_rules import rules as named
+
+    if name != "check":
+        if source or rename or like or model_config:
+            raise click.UsageError(
+                "a SOURCE, --rename, --like and --model-config are for `eformer rules check SOURCE`"
+            )
+        _show_rules(name, as_json)
+        return
+    if source is None or rename is None:
+        raise click.UsageError("expected: eformer rules check SOURCE --rename RULES")
+    found = named(rename).check(source, like, config=model_config)
+    if as_json:
+        print_json(picked(found, "name", "path", "ok", "leaves", "number", *_PROBLEMS_OF_RULES))
+    else:
+        first, *lines = str(found).split("\n")
+        say(first, "green" if found.ok else "red")
+        for line in lines:
+            say(line)
+    if not found.ok:
+        sys.exit(1)
+
+
+_PROBLEMS_OF_RULES = (
+    *("left_out", "unmatched", "missing", "unexpected", "wrong_shapes", "not_back", "errors"),
+)
+
+
+def _show_rules(name: str | None, as_json: bool) -> None:
+    """Print the text of rules, or the list of all books."""
+    from eformer._engine.record.rule_books import books
+    from eformer._engine.tools.check_rules import rules as named
+
+    if name is not None:
+        text = str(named(name))
+        print_json({"name": name, "text": text}) if as_json else say(text.rstrip())
+    elif as_json:
+        fields = ("name", "title", "version", "model_types", "layouts", "tested_with")
+        print_json([picked(family, *fields) for family in books()])
+    else:
+        for family in books():
+            kinds = ", ".join(family.model_types) or "any model"
+            say(f"{kinds}: {', '.join(family.layouts)}", bold=True)
+            say(f"  {family.title}")
 
 
 @main.command(short_help="Delete old checkpoints of a run")

@@ -32,7 +32,7 @@ _INTERRUPTED = 130  # the exit code that shells use
 _SECTIONS = {
     "Look": ("inspect", "ls", "verify", "diff", "report", "serve"),
     "Runs": ("steps", "prune", "request"),
-    "Change": ("convert", "sign"),
+    "Change": ("convert", "rules", "sign"),
     "Other": ("demo", "completion"),
 }
 
@@ -192,8 +192,8 @@ class Commands(click.Group):
 
 
 def exit_code(command: str | None, error: Exception) -> int:
-    """Return 2 where 1 is an answer: for `diff` that the checkpoints differ, for `verify` that one is damaged."""
-    is_no_answer = command == "diff" or (command == "verify" and isinstance(error, NotFoundError))
+    """Return 2 where 1 is an answer: that checkpoints differ or are damaged, or that rules do not fit."""
+    is_no_answer = command in ("diff", "rules") or (command == "verify" and isinstance(error, NotFoundError))
     return 2 if is_no_answer else 1
 
 

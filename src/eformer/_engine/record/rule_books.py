@@ -10,7 +10,8 @@ A file `eformer/rules/FAMILY.rules` serves some model types and has a section fo
     [maxtext-unscanned]                            a layout
     [maxtext] after maxtext-unscanned              a layout with further stages, after another layout
 
-`as llama` takes over the layouts of another file. The layouts of flax.rules, which names no model types, serve all models.
+`as llama` takes over the layouts of another file. The layouts of flax.rules, which names no model types, serve all
+models.
 """
 
 from __future__ import annotations

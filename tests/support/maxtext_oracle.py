@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import types
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ MODELS = {
     "gemma2": ("gemma2-2b", 1),
     "gemma3": ("gemma3-4b", 1),
     "gemma4": ("gemma4-26b", 1),
+    "gemma4_text": ("gemma4-31b", 1),
     "qwen3_next": ("qwen3-next-80b-a3b", 4),
     "qwen3_5_moe": ("qwen3.5-35b-a3b", 4),
 }
@@ -38,18 +40,27 @@ MODELS = {
 _UTILS = "checkpoint_conversion/utils"
 
 
+@cache
 def _module(name: str) -> Any:
     """Run one module of MaxText."""
     spec = importlib.util.find_spec("maxtext")
-    assert spec and spec.submodule_search_locations, "maxtext is not installed: see tests/frameworks/no-deps.txt"
+    assert spec, "maxtext is not installed: see tests/frameworks/no-deps.txt"
+    assert spec.submodule_search_locations
     file = Path(spec.submodule_search_locations[0], _UTILS, f"{name}.py")
     module = types.ModuleType(name)
-    exec(compile(file.read_bytes(), str(file), "exec"), module.__dict__)  # no import: the package needs much more
+    exec(
+        compile(file.read_bytes(), str(file), "exec"), module.__dict__
+    )  # no import: the package needs much more
     return module
 
 
 def converted(
-    name: str, config: dict[str, Any], leaves: dict[str, Any], shapes: dict[str, tuple[int, ...]], *, scan: bool
+    name: str,
+    config: dict[str, Any],
+    leaves: dict[str, Any],
+    shapes: dict[str, tuple[int, ...]],
+    *,
+    scan: bool,
 ) -> dict[str, Any]:
     """Convert a model as MaxText does. `shapes` are the shapes of its parameters, which its hooks take as given."""
     model, period = MODELS[name]
@@ -88,4 +99,6 @@ def converted(
 
 
 def _flat(source: Any) -> list[str]:
-    return [name for each in source for name in _flat(each)] if isinstance(source, (list, tuple)) else [source]
+    return (
+        [name for each in source for name in _flat(each)] if isinstance(source, (list, tuple)) else [source]
+    )
