@@ -429,6 +429,25 @@ def test_hostile_names_do_not_take_long(text):
     assert len(found.kept) == 2
 
 
+@pytest.mark.parametrize(
+    ("rules", "name", "shape", "problem"),
+    [
+        ("l.{l}.{e} [d] <-> w [l e d]", "l.9999999999.8888888888", (2,), "no source for l=0, e=0"),
+        (
+            "w [l d] <-> w.{l} [d]",
+            "w",
+            (10**9, 0),
+            "makes at most 1,048,576 leaves of one, and l is 1,000,000,000",
+        ),
+        ("<-> w.{l<10000000000} [] | fill 1", "w", (), "makes at most 1,048,576 leaves of one"),
+        ("i = 0\nl.{(b i)} <-> w.{b}.{i}", "l.1", (), "the number of i is unknown"),
+    ],
+)
+def test_huge_numbers_are_refused_soon(rules, name, shape, problem):
+    with pytest.raises(MismatchError, match=problem):
+        applied(rules, {name: np.empty(shape, np.float32)})
+
+
 def test_a_text_with_a_zero_byte_is_no_rule():
     with pytest.raises(FormatError):
         rules_from("a{\0} <-> b")
