@@ -539,7 +539,7 @@ def _first_missing(pair: Pair, sizes: Sizes, members: Members) -> tuple[int, ...
     """Return the first index on the numbered axes that has no source. A number in a name may be very large."""
     counts = [sizes.get(axis, 1) for axis in pair.numbered]
     for number in itertools.count():
-        rest, index = number, []
+        rest, index = number, list[int]()
         for count in reversed(counts):
             rest, digit = divmod(rest, count)
             index.insert(0, digit)
