@@ -82,14 +82,14 @@ class Renamed:
             f"{tied.name} is not the embedding, {tied.other} (max difference {difference:.2g}); set "
             "tie_word_embeddings to false in config="
             for tied in self.tied
-            if tied.other in self.arrays and (difference := _difference(tied.array, self.arrays[tied.other]))
+            if tied.other in self.arrays and (difference := largest_difference(tied.array, self.arrays[tied.other]))
         ]
         if problems:
             raise MismatchError(problems, context="rename")
 
 
-def _difference(one: LazyArray, other: LazyArray) -> float:
-    """Return the largest difference of two arrays, read row by row."""
+def largest_difference(one: LazyArray, other: LazyArray) -> float:
+    """Return the largest difference of two arrays, read row by row; infinity if a NaN is in one of them alone."""
     if one.shape != other.shape:
         return np.inf
     rows = max(1, 2**22 // max(1, Box.whole(one.shape[1:]).size))
@@ -97,7 +97,9 @@ def _difference(one: LazyArray, other: LazyArray) -> float:
     for start in range(0, one.shape[0], rows):
         box = Box((start, *(0 for _ in one.shape[1:])), (min(start + rows, one.shape[0]), *one.shape[1:]))
         a, b = (array.read(box).astype(np.float32) for array in (one, other))
-        worst = max(worst, float(np.abs(a - b).max(initial=0)))
+        unequal = (a != b) & ~(np.isnan(a) & np.isnan(b))
+        distances = np.abs(a[unequal] - b[unequal])
+        worst = max(worst, float(np.where(np.isnan(distances), np.inf, distances).max(initial=0)))
     return worst
 
 
