@@ -43,22 +43,35 @@ def tmp_path(request, tmp_path_factory):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of a test with the mark `sample(n)` run every n-th case; which ones depends on its class. None of `thorough`.
+    """Run every n-th case of a test with the mark `sample(n)`; which ones depends on its class. Run none of `thorough`.
 
-    With EFORMER_SAMPLE=1, and in `make faults`, all of them run.
+    Run all own tests of a class with the mark, and every n-th of the tests that it inherits. With EFORMER_SAMPLE=1, and
+    in `make faults`, all of them run.
     """
     if IS_THOROUGH:
         return
+    left_out = {item for item in items if item.get_closest_marker("thorough")}
     cases = {}
     for item in items:
-        if mark := item.get_closest_marker("sample"):
-            cases.setdefault(item.nodeid.partition("[")[0], (mark.args[0], []))[1].append(item)
-    left_out = {item for item in items if item.get_closest_marker("thorough")}
+        if (found := sampled(item)) and item not in left_out:
+            name, stride = found
+            cases.setdefault(name, (stride, []))[1].append(item)
     for name, (stride, found) in cases.items():
         first = zlib.crc32(name.encode()) % min(stride, len(found))
         left_out |= {*found} - {*found[first::stride]}
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
+
+
+def sampled(item):
+    """Return the name of the set of cases that a test is in, and the distance of those that run; None if all run."""
+    for node, mark in item.iter_markers_with_node("sample"):
+        if not isinstance(node, pytest.Class):
+            return item.nodeid.partition("[")[0], mark.args[0]
+        if item.originalname not in vars(item.cls):
+            return node.nodeid, mark.args[0]
+        return None
+    return None
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -82,7 +95,6 @@ def pytest_collection():
 def pytest_collection_finish():
     """Freeze the thousands of collected tests, so that the garbage collector does not scan them each time."""
     gc.enable()
-    gc.collect()
     gc.freeze()
 
 

@@ -69,6 +69,14 @@ def test_every_promise_of_the_readme_names_a_test_that_make_test_runs():
         for name in named:
             assert (ROOT / name).is_file(), name
             assert not name.startswith(tuple(left_to_the_site())), name
+            assert is_in_the_quick_set((ROOT / name).read_text("utf-8")), name
+
+
+def is_in_the_quick_set(text):
+    """Tell whether `make test` runs a test of a file: marks may leave some of them to `make faults`, but not all."""
+    tests = re.findall(r"^def test_|^class Test", text, re.MULTILINE)
+    has_left = re.search(r"^pytestmark.*\bthorough\b", text, re.MULTILINE)
+    return not has_left and len(tests) > len(re.findall(r"^@pytest\.mark\.thorough\b", text, re.MULTILINE))
 
 
 def left_to_the_site():

@@ -87,6 +87,7 @@ def test_the_loop_for_schedulers_ends_with_its_code_and_goes_on_at_the_next_star
     assert checkpoint.load("run")["w"][0] == 3000
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("alone")
 def test_reinforcement_learning_that_is_killed_goes_on_bit_for_bit():
     [loop] = [block for block in blocks("docs/guides/recipes.md") if "class Prompts" in block.text]
@@ -104,6 +105,7 @@ def test_reinforcement_learning_that_is_killed_goes_on_bit_for_bit():
     assert checkpoint.load("whole")["version"] == 500
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(ministack.program() is None, reason="ministack is not installed")
 @pytest.mark.usefixtures("alone")
 def test_a_run_resumes_in_a_bucket_on_this_machine(monkeypatch):

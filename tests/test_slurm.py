@@ -71,6 +71,7 @@ def test_a_job_that_is_told_saves_requeues_itself_and_goes_on_to_the_end(slurm):
     assert checkpoint.load(slurm.folder / "runs/task-0")["w"][0] == 3000
 
 
+@pytest.mark.thorough
 def test_a_job_that_is_told_before_it_has_a_run_is_requeued(slurm, monkeypatch):
     monkeypatch.setenv("EARLY", "1")
     [task] = slurm.sbatch(FILES["job.sh"].replace(" --array=0-1", ""))
@@ -80,6 +81,7 @@ def test_a_job_that_is_told_before_it_has_a_run_is_requeued(slurm, monkeypatch):
     assert checkpoint.load(slurm.folder / "runs/task-0")["w"][0] == 3000
 
 
+@pytest.mark.thorough
 def test_each_task_of_an_array_requeues_itself_alone(slurm, monkeypatch):
     monkeypatch.setenv("TOLD", "task-0")
     first, second = slurm.sbatch(FILES["job.sh"])

@@ -17,6 +17,7 @@ def load(state: State) -> None:
     assert_type(checkpoint.load("run/100", like={"step": 1}), dict[str, int])
     assert_type(checkpoint.load(["base", "lora"], like=state, dtype="like", duplicates="last"), State)
     assert_type(checkpoint.load("hf", dequant=False), Any)
+    assert_type(checkpoint.load("hf", like=state, dequant="bf16"), State)
     assert_type(checkpoint.load("run", step="best", like=state), State)
     assert_type(checkpoint.best("run", by="loss", mode="max"), str | None)
     assert_type(checkpoint.load("run/100", like=state, return_report=True), tuple[State, LoadReport])

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 
+_MARK = r"pytest\.mark\.(sample|thorough)\b|^from contracts\."  # by which `make test` leaves out cases
+
 
 class Suite(Kind):
     """Each file is one case. How often its faults are tried is set by the variables that `make test` uses, too."""
@@ -57,6 +59,20 @@ class Suite(Kind):
         return read(done.stdout, done.returncode)
 
 
+class Samples(Suite):
+    """Each file with a mark that `make test` heeds is one case, unless another suite has the file."""
+
+    def files(self) -> list[Path]:
+        others = {path for suite in SUITES if suite is not self for path in suite.files()}
+        return [path for path in marked() if path not in others]
+
+
+def marked() -> list[Path]:
+    """Return the files of tests with a mark `sample` or `thorough`, or with a contract, which may have one."""
+    files = [path for path in ROOT.glob("tests/**/test_*.py") if path.parent.name != "cloud"]
+    return sorted(path for path in files if re.search(_MARK, path.read_text("utf-8"), re.MULTILINE))
+
+
 def read(said: str, status: int) -> Outcome:
     """Read the counts in the last line of pytest."""
     last = said.strip().splitlines()[-1] if said.strip() else "nothing was said"
@@ -89,7 +105,12 @@ SUITES = (
         "faults/test_small_disk.py",
         "engine/runs/test_signals.py",
     ),
-    Suite("buckets", "a save to a bucket dies, loses answers, meets another", "faults/test_bucket_*.py"),
+    Suite(
+        "buckets",
+        "a save to a bucket dies, loses answers, meets another",
+        "faults/test_bucket_*.py",
+        "cloud/test_unquoted.py",
+    ),
     Suite(
         "other-files",
         "hostile files, and tools that are killed or fail",
@@ -98,31 +119,5 @@ SUITES = (
         "faults/test_tools.py",
         "fuzz/test_*.py",
     ),
-    Suite(
-        "samples",
-        "all cases of tests of which `make test` runs a sample",
-        "engine/formats/test_hostile_arrays.py",
-        "engine/formats/test_safetensors.py",
-        "engine/formats/test_zarr.py",
-        "engine/loading/test_device_put.py",
-        "engine/loading/test_pinned_stream.py",
-        "engine/runs/test_data.py",
-        "engine/saving/test_commit.py",
-        "engine/stores/test_bucket.py",
-        "engine/stores/test_dict_store.py",
-        "engine/stores/test_local.py",
-        "engine/stores/test_secrets.py",
-        "engine/stores/test_swaps.py",
-        "engine/tools/test_convert.py",
-        "engine/tools/test_prune.py",
-        "browser/test_checkpoint_page.py",
-        "compat/test_torch_hostile.py",
-        "faults/test_damage.py",
-        "faults/test_errors.py",
-        "faults/test_file_systems.py",
-        "faults/test_kills.py",
-        "faults/test_power.py",
-        "models/test_equinox.py",
-        "models/test_nnx.py",
-    ),
+    Samples("samples", "all cases of tests of which `make test` runs a sample"),
 )

@@ -328,6 +328,7 @@ def test_prune_says_that_it_removes_nothing(steps):
     assert run("prune", steps, "--keep", 3, "--yes").stdout.splitlines()[-1] == "no checkpoint to remove"
 
 
+@pytest.mark.thorough
 def test_demo_keeps_its_files_in_the_given_directory(tmp_path):
     shown = run("demo", tmp_path / "d").stdout
     words = " ".join(shown.split())
@@ -403,6 +404,7 @@ def test_streams_that_are_closed_do_no_harm(model, tmp_path):
     assert verify(tmp_path / "new").ok
 
 
+@pytest.mark.thorough
 def test_names_that_a_terminal_has_no_letters_for_are_spelled(tmp_path):
     save({"w\u00e9": np.ones(2)}, tmp_path / "c")
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -410,6 +412,7 @@ def test_names_that_a_terminal_has_no_letters_for_are_spelled(tmp_path):
         assert "w\\xe9" in run(command, tmp_path / "c", **plain).stdout
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_diff_exits_with_130(tmp_path, kill):
     save({"w": np.zeros((60, 10**6))}, tmp_path / "c")
@@ -440,6 +443,7 @@ main(["diff", "a", "b"])
 """
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kill", ["SIGINT", "SIGTERM"])
 def test_an_interrupted_import_exits_with_130(kill):
     program = [sys.executable, "-c", _INTERRUPTED_IMPORT.format(kill=kill)]
@@ -524,6 +528,7 @@ def test_a_dry_run_may_be_made_where_something_is(model, tmp_path):
     assert "already exists" in run("convert", model, tmp_path / "new.npz", code=1).stderr
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_terminal_that_hangs_up_leaves_nothing_unless_nohup_was_said(tmp_path, kept):
     save({"w": np.zeros((20, 10**6))}, tmp_path / "old")

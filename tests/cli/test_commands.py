@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -391,6 +392,7 @@ def test_output_that_nobody_reads_is_no_failure(model, tmp_path):
         assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
 
 
+@pytest.mark.thorough
 def test_the_exit_code_is_the_commands_own_when_nobody_reads(model, tmp_path):
     path = Path(shutil.copytree(model, tmp_path / "damaged"))
     flip(path / "model.safetensors", -10)
@@ -415,6 +417,7 @@ def test_python_runs_the_package_like_the_command(model):
     assert "Usage: eformer " in refused.stderr
 
 
+@pytest.mark.thorough
 def test_a_closed_standard_output_is_no_error(model):
     for command in ("inspect", "ls", "verify"):
         done = subprocess.run(f"{EFORMER} {command} {model} >&-", shell=True, capture_output=True, text=True)
@@ -436,14 +439,46 @@ def test_files_that_are_left_out_are_named(tmp_path):
     assert (report["ok"], report["left_out"], report["damages"]) == (False, ["data/"], [])
 
 
-def test_a_conversion_of_a_quantised_model_needs_no_dequant(tmp_path):
+def test_a_conversion_of_a_quantised_model_that_cannot_be_read_needs_no_dequant(tmp_path):
     leaves = {"a.qweight": np.ones((2, 2), np.int32), "a.scales": np.ones(2, np.float16)}
     safetensors.numpy.save_file(leaves, tmp_path / "gptq.safetensors")
     refused = run("convert", tmp_path / "gptq.safetensors", tmp_path / "new", "--to", "safetensors", code=1)
     assert "gptq.safetensors is quantised" in refused.stderr
-    assert "pass --no-dequant for the leaves as they are stored" in refused.stderr
+    assert "load the original model, or pass --no-dequant for the stored leaves" in refused.stderr
     run("convert", tmp_path / "gptq.safetensors", tmp_path / "new", "--to", "safetensors", "--no-dequant")
     assert "a.qweight" in run("ls", tmp_path / "new").stdout
+
+
+def test_a_quantised_model_is_marked_and_converted_to_numbers(tmp_path):
+    leaves = {
+        "a.weight": np.ones((4, 4), ml_dtypes.float8_e4m3fn),
+        "a.weight_scale_inv": np.full((1, 1), 3, np.float32),
+    }
+    path, new = tmp_path / "fp8.safetensors", tmp_path / "new"
+    safetensors.numpy.save_file(leaves, path)
+    refused = run("convert", path, new, "--to", "safetensors", code=1)
+    assert (
+        "Pass --dequant bf16 for the weights as numbers, or --no-dequant for the stored leaves"
+        in refused.stderr
+    )
+    assert "float8_e4m3fn[4, 4] fp8" in run("inspect", path).stdout
+    assert "float8_e4m3fn[4, 4] fp8" in run("ls", path).stdout
+    listed = json.loads(run("ls", path, "--json").stdout)
+    inspected = json.loads(run("inspect", path, "--json").stdout)["trees"][""]["leaves"]
+    for found in (listed, inspected):
+        assert {leaf["name"]: leaf.get("quantized") for leaf in found} == {
+            "a.weight": "fp8",
+            "a.weight_scale_inv": None,
+        }
+    done = run("convert", path, new, "--to", "safetensors", "--dequant", "bf16", "--dry-run")
+    assert (
+        "a.weight ... a.weight_scale_inv -> a.weight: bfloat16[4, 4] (dequantised from float8_e4m3fn)"
+        in done.stdout
+    )
+    run("convert", path, new, "--to", "safetensors", "--dequant", "bf16")
+    assert checkpoint.load(new)["a"]["weight"].tolist() == [[3] * 4] * 4
+    both = run("convert", path, new, "--dequant", "bf16", "--no-dequant", code=2)
+    assert "--dequant and --no-dequant exclude each other" in both.stderr
 
 
 def test_a_conversion_that_leaves_files_out_needs_allow_missing(tmp_path):

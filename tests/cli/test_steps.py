@@ -62,6 +62,7 @@ def test_what_would_go_and_what_is_damaged_is_marked(run):
     assert not any(word in lines[2] for word in ("damaged", "removed"))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("rules", "removed"),
     [

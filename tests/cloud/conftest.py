@@ -6,19 +6,23 @@ import os
 import pytest
 
 from contracts.bucket import InBucket
+from contracts.bucket_processes import BucketProcesses
 from contracts.bucket_runs import BucketRuns
-from contracts.bucket_tools import BucketTools
+from contracts.bucket_tools import BucketCommands, BucketTools
 from support.buckets import forget
 from support.servers import CannotStartError, running
+from support.thorough import IS_THOROUGH
 
 IS_CLOUD = bool(os.environ.get("EFORMER_CLOUD"))
 COULD_NOT = "could not start: "
 
-# Quick, and installed with the other tools of the tests.
-QUICK = {"test_ministack.py", "test_unquoted.py"}
+# Installed with the other tools of the tests; the second one runs in `make faults` as well.
+QUICK = {"test_ministack.py", *(["test_unquoted.py"] if IS_THOROUGH else [])}
 
-# Of the contracts of a checkpoint, a run and the tools `make test` runs every so many tests on a server; in memory all.
+# Of the contracts of a checkpoint, a run, the tools and jobs, `make test` runs every so many tests on a server, and in
+# memory all of a checkpoint, a run and the tools.
 STRIDE = 100
+LONG = (InBucket, BucketRuns, BucketTools, BucketCommands, BucketProcesses)
 
 numbers = itertools.count()
 
@@ -35,9 +39,7 @@ def pytest_collection_modifyitems(config, items):
     for item in here:
         item.add_marker(pytest.mark.xdist_group(item.module.SERVER))
     if not IS_CLOUD:
-        long = [
-            item for item in here if item.cls and issubclass(item.cls, (InBucket, BucketRuns, BucketTools))
-        ]
+        long = [item for item in here if item.cls and issubclass(item.cls, LONG)]
         left_out = {item for number, item in enumerate(long) if number % STRIDE}
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=list(left_out))

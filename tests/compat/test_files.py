@@ -39,6 +39,7 @@ def test_a_file_is_known_by_its_content_whatever_its_name(sample):
         assert checkpoint.inspect(path).format == FORMATS[sample.suffix]
 
 
+@pytest.mark.sample(3)
 def test_the_command_line_shows_it(sample):
     assert FORMATS[sample.suffix] in run("inspect", sample).stdout
     leaves = json.loads(run("ls", sample, "--json").stdout)
@@ -92,6 +93,7 @@ def rewrite(path, number):
             eqx.tree_serialise_leaves(file, tree)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("suffix", [".msgpack", ".npz", ".eqx"])
 def test_a_file_that_is_written_to_meanwhile_is_never_a_mixture(tmp_path, suffix):
     path, stop = tmp_path / f"model{suffix}", threading.Event()

@@ -27,6 +27,7 @@ def look(path, like=None):
     return ""
 
 
+@pytest.mark.sample(3)
 def test_no_truncation_gets_through(sample):
     """A file without names that is cut between two arrays is only found out by the expected tree."""
     whole, cut = sample.read_bytes(), sample.parent / "cut"
@@ -36,6 +37,7 @@ def test_no_truncation_gets_through(sample):
         assert look(cut, like), length
 
 
+@pytest.mark.sample(3)
 def test_no_flipped_bit_does_more_than_raise(sample):
     whole = sample.read_bytes()
     path = sample.parent / "flipped"

@@ -26,6 +26,7 @@ def leaves_of(tree):
     return found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["model.keras", "legacy.h5", "model.weights.h5"])
 def test_weights_equal_the_arrays_of_h5py(name, tmp_path):
     with np.load(HERE / f"{name}.npz") as npz:
@@ -71,6 +72,7 @@ def test_damage_in_an_archive_is_found_and_other_members_are_left_out(tmp_path):
     assert "are damaged: their checksum is" in run("verify", path, code=1).stdout
 
 
+@pytest.mark.thorough
 def test_attributes_that_keras_does_not_write_are_left_out(tmp_path):
     path = tmp_path / "m.weights.h5"
     shutil.copy(HERE / "model.weights.h5", path)
@@ -120,6 +122,7 @@ def hostile(what, file, folder):
         file.create_dataset("out", dtype="f4", data=h5py.Empty("f4"))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("what", "message"),
     [
@@ -149,6 +152,7 @@ def test_whatever_keras_does_not_write_is_refused_by_name(tmp_path, what, messag
         checkpoint.load(tmp_path / "x.h5")
 
 
+@pytest.mark.thorough
 def test_a_file_that_keeps_hdf5_busy_for_ever_is_refused(monkeypatch):
     """A damaged heap of texts, in which the library never comes to an end."""
     monkeypatch.setattr(keras_files, "_SECONDS", 1)
@@ -158,6 +162,7 @@ def test_a_file_that_keeps_hdf5_busy_for_ever_is_refused(monkeypatch):
         checkpoint.load(HERE / "endless.h5")
 
 
+@pytest.mark.thorough
 def test_cut_files_are_refused(tmp_path):
     for name in ("model.weights.h5", "model.keras"):
         whole = (HERE / name).read_bytes()

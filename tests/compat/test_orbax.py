@@ -356,6 +356,7 @@ def test_steps_of_a_plain_checkpointer_are_steps(tmp_path):
     )
 
 
+@pytest.mark.thorough
 def test_absurdly_many_chunks_are_read_many_at_a_time(copy):
     path = copy("v0_plain")
     described = json.loads((path / "seq.0" / ".zarray").read_text())

@@ -34,12 +34,14 @@ def _expected():
 EXPECTED = _expected()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_sample_loads_equal_to_the_tree_that_orbax_restored(samples, name):
     for item, leaves in EXPECTED[name].items():
         assert described_leaves(checkpoint.load(samples / name, prefix=item or None)) == leaves
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_nothing_of_a_sample_is_left_out(samples, name):
     report = checkpoint.verify(samples / name)

@@ -39,6 +39,7 @@ def _names():
 EXPECTED = _names()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_sample_loads_equal_to_the_tree_that_orbax_restored(samples, name):
     for item, leaves in EXPECTED[name].items():
@@ -56,6 +57,7 @@ def test_a_tree_of_t5x_has_the_leaves_of_the_file_and_the_arrays_beside_it(sampl
     assert set(tree["optimizer"]["state"]["param_states"]["encoder"]["kernel"]) == {"m", "v"}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [*EXPECTED, T5X])
 def test_nothing_of_a_sample_is_left_out(samples, name):
     report = checkpoint.verify(samples / name)
@@ -286,6 +288,7 @@ def test_a_file_that_was_cut_short_is_an_error(path, nbytes):
         checkpoint.load(path)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["flaxorbax-0.2.7/flax_guide_mixed", "orbax-0.4.8/ptmixagg_base", T5X])
 def test_a_file_with_wrong_bytes_is_an_error_or_a_tree(copy, name):
     path = copy(name)

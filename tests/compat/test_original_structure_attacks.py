@@ -190,6 +190,7 @@ BOMBS = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_value_larger_than_its_pickle_is_refused(name):
     refused(with_value(BOMBS[name]), "far larger than its pickle, nested too deep, or contains itself")
@@ -351,6 +352,7 @@ def test_a_treedef_cut_off_anywhere_is_refused(name):
         refused(json.dumps(document | {"treedef_b64": encoded(pickled[:length])}).encode())
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("flip", [1, 2, 4, 8, 16, 32, 64, 128, 255])
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_a_changed_byte_is_refused_or_makes_another_tree(name, flip):

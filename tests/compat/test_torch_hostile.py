@@ -136,6 +136,7 @@ BOMBS = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_small_file_takes_little_memory(tmp_path, name):
     """Read in a process of its own, whose memory is looked at afterwards."""

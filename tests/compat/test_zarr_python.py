@@ -34,6 +34,7 @@ def leaves_of(tree):
     return found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", READ)
 def test_groups_equal_the_arrays_of_zarr_python(folder, name, tmp_path):
     with np.load(folder / f"{name}.npz") as npz:

@@ -28,6 +28,7 @@ ALL = [(layout, name) for layout in MEMORY for name in SCENES]
 FEW = [(layout, name) for layout, name in ALL if name == "sweep" or layout.title == "several data files"]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("layout", "name"), ALL if STRIDE == 1 else FEW, ids=str)
 def test_a_save_that_dies_before_any_request_leaves_the_old_tree_or_the_new(layout, name, record_property):
     scene, left = Scene.of(layout, name, new_url()), []
@@ -64,6 +65,7 @@ def data_last(self, files):
     self.__dict__.setdefault("late", []).extend(files)
 
 
+@pytest.mark.thorough
 def test_the_test_can_fail_an_index_before_its_data_is_torn(record_property):
     """Saves whose objects are put after the index: the checks above find them."""
     put, finish = BucketUpload.put, BucketUpload._finish

@@ -102,6 +102,7 @@ def check_whole(run, there):
 # ---------------------------------------------------------------------------------------------- deaths
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["safetensors", "tensorstore", "foreign"])
 def test_a_prune_that_dies_before_any_request_is_completed_by_the_next(kind, record_property):
     at, deaths = 1, 0
@@ -175,6 +176,7 @@ def once(before):
 # --------------------------------------------------------------------------------------------- zombies
 
 
+@pytest.mark.sample(3)
 @KINDS
 @pytest.mark.parametrize("prefix", [None, "ema"])
 def test_a_zombie_of_a_step_that_is_removed_is_committed_whole_or_refused(kind, prefix, record_property):
@@ -263,6 +265,7 @@ def test_a_zombie_of_a_new_step_is_committed_whole_or_refused(kind, record_prope
     assert set(outcomes) == {"committed", "refused"}
 
 
+@pytest.mark.thorough
 def test_the_test_can_fail_without_barring_steps_are_torn():
     """A commit that does not look at what the index bars."""
     with mock.patch.object(Leases, "_refuse_dead", mock.Mock(return_value=None)):
@@ -276,6 +279,7 @@ def test_the_test_can_fail_without_barring_steps_are_torn():
 # --------------------------------------------------------------------------------------- living saves
 
 
+@pytest.mark.sample(3)
 @KINDS
 @pytest.mark.parametrize("reuse", [False, True])
 def test_a_living_save_to_a_step_that_is_removed_loses_nothing(kind, reuse):
@@ -393,6 +397,7 @@ def test_a_reader_that_comes_before_anything_is_removed_keeps_the_step(kind):
     assert kept == {True, False}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("other", ["a removal", "a sweep"])
 def test_a_reader_and_two_removals_never_tear_a_step(other):
     """One puts the index back for the reader, while another is about to go on with its removal."""

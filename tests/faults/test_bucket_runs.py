@@ -127,6 +127,7 @@ def is_of(key, saves):
     return any(key.startswith(f"{directory}/") and save_id in key for directory, save_id in saves)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "kills"), [("safetensors", (KILLS + 1) // 2), ("tensorstore", KILLS // 2)])
 def test_a_killed_run_goes_on_as_if_it_had_not_been(server, url, kind, kills, tmp_path, record_property):
     if not kills:

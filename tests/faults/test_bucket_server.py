@@ -95,6 +95,7 @@ def key_of(url):
     return url.partition("://")[2].partition("/")[2]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", SCENES)
 @pytest.mark.parametrize("layout", SERVER, ids=str)
 def test_a_killed_process_leaves_the_old_tree_or_the_new(port, url, layout, name, record_property):

@@ -109,6 +109,7 @@ def test_files_that_are_used_again_are_there_or_the_save_is_refused(record_prope
     assert set(outcomes) == {"committed", "refused"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["a zombie", "files used again"])
 def test_the_test_can_fail_without_barring_trees_are_torn(how, record_property):
     """A commit that does not look at what the index bars."""

@@ -41,6 +41,7 @@ def cancelled_on_disk(scene, at):
     return cancelling.was_stopped
 
 
+@pytest.mark.sample(2)
 def test_a_save_to_a_disk_that_is_cancelled_at_any_call_leaves_the_old_checkpoint_or_the_new(layout, place):
     scene = faults.Scene.of(layout, place)
     answers = set(struck(lambda at: cancelled_on_disk(scene, at), layout))
@@ -79,6 +80,7 @@ def cancelled_in_bucket(scene, url, at):
     return cancelling.was_stopped
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", ["first", "replace"])
 @pytest.mark.parametrize("layout", bucket_faults.MEMORY, ids=str)
 def test_a_save_to_a_bucket_that_is_cancelled_at_any_request_leaves_no_object_and_no_lease(layout, name):
@@ -98,6 +100,7 @@ def port():
         yield port
 
 
+@pytest.mark.thorough
 @pytest.mark.xdist_group("ministack")
 @pytest.mark.parametrize("layout", bucket_faults.SERVER, ids=str)
 def test_a_save_to_a_server_that_is_cancelled_at_any_request_leaves_no_object_and_no_lease(layout, port):

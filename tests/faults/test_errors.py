@@ -17,6 +17,7 @@ FAULTS = pytest.mark.parametrize(
 BEFORE = pytest.mark.parametrize("before", [NOTHING, OLD], ids=["first save", "over an older one"])
 
 
+@pytest.mark.sample(10)
 @FAULTS
 @BEFORE
 def test_a_failing_call_leaves_the_old_tree_or_the_new(layout, place, before, code, lasting):

@@ -20,6 +20,7 @@ CALLS = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupted_call_gives_everything_back(place, name):
     first = zlib.crc32(name.encode()) % STRIDE

@@ -11,6 +11,7 @@ pytestmark = [pytest.mark.xdist_group("kills"), pytest.mark.sample(3)]
 MOMENTS = pytest.mark.parametrize("moment", ["before", "after"])
 
 
+@pytest.mark.sample(6)
 @MOMENTS
 def test_a_save_killed_at_any_call_leaves_the_old_tree_or_the_new(forks, layout, place, moment):
     scene, survivors = Scene.of(layout, place), []
@@ -23,6 +24,7 @@ def test_a_save_killed_at_any_call_leaves_the_old_tree_or_the_new(forks, layout,
     assert len(survivors) >= 60 // STRIDE
 
 
+@pytest.mark.sample(6)
 @MOMENTS
 def test_a_first_save_killed_at_any_call_leaves_nothing_or_the_tree(forks, layout, place, moment):
     scene, survivors = Scene.of(coarse(layout), place, NOTHING), []

@@ -99,6 +99,7 @@ def bucket():
         yield "s3://bucket/run"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [*READING, *WRITING])
 def test_a_bucket_that_may_only_be_read_says_so_to_calls_that_write(bucket, name):
     text = "permission denied: .*; load, open, inspect, verify, diff, steps"

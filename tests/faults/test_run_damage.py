@@ -75,6 +75,7 @@ def check_resume(scene):
     return found.step
 
 
+@pytest.mark.sample(3)
 def test_a_damaged_newest_step_is_never_resumed_wrongly(scene):
     chance, taken = random.Random(0), []
     for number in range(DAMAGES // 3 + 1):

@@ -30,6 +30,7 @@ def run_on(disk, every, tolerate, fmt):
     return raised, run
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("fmt", ["safetensors", "tensorstore"])
 @pytest.mark.parametrize("every", [2, 3, 5])
 def test_a_save_without_room_is_tolerated_and_training_goes_on(small_disk, every, fmt):

@@ -27,6 +27,7 @@ def go_on(scene):
     return found.step
 
 
+@pytest.mark.sample(4)
 @MOMENTS
 def test_a_run_killed_at_any_call_resumes_at_the_last_commit_and_clears_up(forks, layout, place, moment):
     scene, survivors, deleting = Scene.of(layout, place), [], 0

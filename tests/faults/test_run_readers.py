@@ -90,6 +90,7 @@ def test_a_reader_that_knows_names_only_never_reads_a_wrong_step(begin, place):
     assert seen_by_glob(place / "run") == [last]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("fmt", ["safetensors", "tensorstore"])
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_reader_of_the_run_itself_takes_no_step_that_comes_or_goes_for_damaged(begin, place, fmt, keep):

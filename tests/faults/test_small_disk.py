@@ -25,6 +25,7 @@ def test_a_disk_that_has_no_room_for_a_second_checkpoint_keeps_the_first(layout,
     scene.check_next_save()
 
 
+@pytest.mark.sample(6)
 def test_a_save_that_runs_out_of_room_anywhere_leaves_the_old_tree_or_the_new(layout, small_disk):
     scene = Scene.of(layout, small_disk.place)
     endings, no_pause = set(), mock.patch.object(new_files, "_REMOVING", 0.0)

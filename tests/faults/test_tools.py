@@ -19,6 +19,7 @@ def stride_of(tool):
     return 1 if tool == "save_to_file" else STRIDE  # it makes few calls
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("tool", TOOLS)
 def test_what_a_killed_tool_leaves_is_swept_by_the_next_one(place, tool, moment):

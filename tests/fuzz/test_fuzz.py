@@ -28,8 +28,8 @@ def of_reader(directory: Path) -> list[Path]:
     return sorted(directory.glob("*/*.zip"))
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("path", of_reader(CORPUS), ids=lambda path: f"{path.parent.name}-{path.stem}")
-@pytest.mark.sample(4)
 def test_the_corpus_is_read_by_every_door(fuzzer, path):
     reader = READERS[path.parent.name]
     case = Case.unpacked(path.read_bytes())
@@ -44,6 +44,7 @@ def test_the_corpus_is_read_by_every_door(fuzzer, path):
     assert fuzzer.outcomes["read"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("path", of_reader(REGRESSIONS), ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_what_was_a_finding_is_one_no_more(fuzzer, path):
     reader = READERS[path.parent.name]
@@ -52,6 +53,7 @@ def test_what_was_a_finding_is_one_no_more(fuzzer, path):
         fuzzer.run_all(reader, Case.unpacked(path.read_bytes()))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", READERS)
 def test_changed_files_raise_documented_errors(fuzzer, name):
     left = INPUTS * READERS[name].share // (2 if READERS[name].is_slow else 1)

@@ -63,6 +63,7 @@ def test_without_like_the_error_names_the_functions(path):
     }
 
 
+@pytest.mark.thorough
 def test_tools_take_such_a_checkpoint(path, tmp_path):
     assert verify(path).ok
     save(mlp(1), tmp_path / "other")
@@ -72,6 +73,7 @@ def test_tools_take_such_a_checkpoint(path, tmp_path):
     assert abstract(path).layers[1].weight == jax.ShapeDtypeStruct((3, 4), jnp.float32)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ["new", "new.safetensors"])
 def test_a_conversion_keeps_the_names_of_functions(path, tmp_path, name):
     convert(path, tmp_path / name, to="safetensors")
@@ -79,6 +81,7 @@ def test_a_conversion_keeps_the_names_of_functions(path, tmp_path, name):
     assert str(inspect(tmp_path / name)).count("left to the code") == 2
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("form", ["msgpack", "npz"])
 def test_a_conversion_to_a_format_without_functions_says_what_it_leaves_out(path, tmp_path, form):
     done = convert(path, tmp_path / f"new.{form}")
@@ -165,6 +168,7 @@ def test_training_goes_on_bit_for_bit(tmp_path):
     assert_same(step(*step(*resumed)), step(*step(*state)))
 
 
+@pytest.mark.thorough
 def test_another_head_of_the_same_name_has_to_be_left_out(path):
     head = eqx.nn.Linear(4, 7, key=jax.random.key(9))
     like = eqx.tree_at(lambda model: model.layers[-1], mlp(1), head)
@@ -184,6 +188,7 @@ class Classifier(eqx.Module):
         self.body, self.head = mlp(seed), eqx.nn.Linear(3, 7, key=jax.random.key(seed))
 
 
+@pytest.mark.thorough
 def test_a_pretrained_body_below_a_new_head(tmp_path):
     save({"body": mlp(0), "old_head": jnp.ones(3)}, tmp_path / "pretrained")
     like = Classifier(1)

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from eformer import checkpoint
 from eformer.checkpoint import load, save
@@ -72,6 +73,7 @@ def test_names_have_slashes_as_haiku_has_them(tmp_path):
     assert "mlp/~/linear_0" in str(checkpoint.inspect(tmp_path / "run"))
 
 
+@pytest.mark.thorough
 def test_a_pretrained_network_below_a_new_layer(tmp_path):
     save(start(0), tmp_path / "pretrained")
     fresh = start(1)["params"] | {"head": {"w": jnp.ones((1, 2))}}

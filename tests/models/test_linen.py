@@ -53,6 +53,7 @@ def assert_same(found, expected):
         assert jnp.asarray(a).dtype == jnp.asarray(b).dtype
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_goes_on_bit_for_bit(tmp_path, name):
     tx = OPTIMIZERS[name]
@@ -106,6 +107,7 @@ def test_boxes_of_partitioned_parameters(tmp_path):
     assert_same(load(tmp_path / "unboxed", like=shapes), make(0))
 
 
+@pytest.mark.thorough
 def test_fine_tuning_with_another_head(tmp_path):
     tx = OPTIMIZERS["adam"]
     pretrained = step(start(tx))

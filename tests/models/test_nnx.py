@@ -131,6 +131,7 @@ def test_training_goes_on_bit_for_bit_with_dropout_and_statistics(tmp_path):
     assert fresh.step[...] == 6
 
 
+@pytest.mark.thorough
 def test_training_goes_on_with_new_objects_too(tmp_path):
     model = Model(0)
     optimizer = optimizer_of(model)
@@ -145,6 +146,7 @@ def test_training_goes_on_with_new_objects_too(tmp_path):
     assert_same(loaded["opt"], optimizer)
 
 
+@pytest.mark.thorough
 def test_an_optimizer_alone(tmp_path):
     model = Model(0)
     optimizer = optimizer_of(model)
@@ -206,6 +208,7 @@ def test_a_variable_shared_by_two_modules_of_a_tree_is_stored_once_and_tied(tmp_
     assert are_tied(loaded[1].kernel, loaded[0].head.kernel)
 
 
+@pytest.mark.thorough
 def test_a_module_twice_in_a_tree_is_one_object_after_the_load(tmp_path):
     one = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     checkpoint.save({"a": one, "b": one}, tmp_path / "twice")
@@ -228,6 +231,7 @@ def test_a_state_loads_as_a_state_and_as_a_model(tmp_path):
     assert_same(checkpoint.load(tmp_path / "state", like=Model(1)), trained())
 
 
+@pytest.mark.thorough
 def test_the_parameters_alone(tmp_path):
     checkpoint.save(nnx.state(trained(), nnx.Param), tmp_path / "params")
     assert not any(name.startswith("dropout") for name in checkpoint.open(tmp_path / "params"))
@@ -260,6 +264,7 @@ def test_a_pure_dict_and_a_model_have_the_same_names(path):
 # ------------------------------------------------------------------------------------- other variables
 
 
+@pytest.mark.thorough
 def test_containers_of_modules(tmp_path):
     def make(seed):
         rngs = nnx.Rngs(seed)
@@ -276,6 +281,7 @@ def test_containers_of_modules(tmp_path):
     assert_same(checkpoint.load(tmp_path / "containers", into=make(1)), make(0))
 
 
+@pytest.mark.thorough
 def test_a_variable_whose_value_is_a_tree(tmp_path):
     def make(number):
         module = nnx.Module()
@@ -304,6 +310,7 @@ def test_a_variable_alone_in_a_dict(tmp_path):
     np.testing.assert_array_equal(like["w"][...], [1, 1, 1])
 
 
+@pytest.mark.thorough
 def test_streams_of_random_numbers_go_on(tmp_path):
     rngs = nnx.Rngs(0, dropout=5)
     rngs.dropout(), rngs.params()
@@ -317,6 +324,7 @@ def test_streams_of_random_numbers_go_on(tmp_path):
 # ----------------------------------------------------------------------------------------- differences
 
 
+@pytest.mark.thorough
 def test_differences_name_the_leaves(path):
     class Larger(Model):
         def __init__(self, seed):
@@ -335,6 +343,7 @@ def test_differences_name_the_leaves(path):
     assert_same(model, Larger(1))
 
 
+@pytest.mark.thorough
 def test_a_larger_model_keeps_what_the_checkpoint_lacks(path):
     class Larger(Model):
         def __init__(self, seed):
@@ -454,6 +463,7 @@ def test_shardings_of_values_and_arguments_win_over_metadata(partitioned):
     assert loaded.last.kernel[...].sharding.spec == P(None, "data")
 
 
+@pytest.mark.thorough
 def test_an_abstract_optimizer_is_placed_like_its_model(tmp_path):
     def make():
         model = Partitioned()
@@ -466,6 +476,7 @@ def test_an_abstract_optimizer_is_placed_like_its_model(tmp_path):
     assert loaded["opt"].opt_state[0].mu["first"]["kernel"][...].sharding.spec == P(None, "model")
 
 
+@pytest.mark.thorough
 def test_a_model_made_on_a_mesh_loads_on_another(tmp_path):
     def on(mesh, make=lambda: Partitioned()):
         with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):

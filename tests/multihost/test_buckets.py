@@ -40,6 +40,7 @@ def keys(url):
     return [entry.key for entry in found.list(start)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["safetensors", "tensorstore"])
 def test_two_processes_save_to_a_bucket(two, port, url_of, kind):
     url = url_of(kind)

@@ -13,6 +13,7 @@ from support.links import contents
 pytestmark = pytest.mark.xdist_group("processes")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("layout", ["safetensors", "tensorstore"])
 def test_a_save_that_one_process_cancels_fails_in_all_and_leaves_nothing(two, tmp_path, layout, rank):

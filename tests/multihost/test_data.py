@@ -17,6 +17,7 @@ def rows_by_step(outcomes):
     return {step: sorted(row for one in seen for row in one[step]) for step in seen[0]}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", ["double", "grain"])
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
 def test_elastic_iterators_go_on_in_another_number_of_processes(jobs, tmp_path, kind, before, after):
@@ -28,6 +29,7 @@ def test_elastic_iterators_go_on_in_another_number_of_processes(jobs, tmp_path, 
     assert {tuple(state) for _, _, state in parts} == {tuple(state) for _, _, state in whole}
 
 
+@pytest.mark.thorough
 def test_a_job_that_was_killed_goes_on_in_another_number_of_processes(jobs, tmp_path):
     with Job(4, 1, tmp_path / "log") as job:
         job.start("run_on_data", tmp_path / "run", "grain", 100, 0.02)

@@ -17,12 +17,14 @@ def succeed(outcomes):
     return outcomes
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_fingerprints_of_sharded_leaves_are_those_of_numpy_in_every_process(two, spec):
     expected = scenes.fingerprint_numpy()
     assert succeed(two.run("fingerprint_sharded", spec)) == [expected] * 2
 
 
+@pytest.mark.thorough
 def test_fingerprints_of_four_processes_are_those_of_one(four):
     assert succeed(four.run("fingerprint_sharded", ("x", "y"))) == [scenes.fingerprint_numpy()] * 4
 
@@ -41,6 +43,7 @@ def test_a_tree_that_differs_between_processes_is_an_error_that_names_the_proces
         assert "process 1 has other leaves than process 0" in str(outcome)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", ["safetensors", "tensorstore"])
 @pytest.mark.parametrize("spec", SPECS[::3], ids=str)
 def test_a_tree_is_compared_with_a_checkpoint_that_was_cut_another_way(two, tmp_path, layout, spec):
@@ -55,6 +58,7 @@ def test_chunks_that_several_processes_compressed_are_not_compared(two, tmp_path
         assert "the record has no digests of" in str(outcome)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_copies_that_differ_are_named_by_process_leaf_and_step_and_are_not_saved(four, tmp_path, rank):
     for step, text, saved in succeed(four.run("train_until_copies_differ", tmp_path, rank, 3)):

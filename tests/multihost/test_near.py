@@ -115,11 +115,13 @@ def test_arrays_come_from_the_near_step_wherever_they_lie_on_the_mesh(two, far, 
     assert succeed(two.run("near_resumed", far, near, how)) == [(27, [], first)] * 2
 
 
+@pytest.mark.thorough
 def test_arrays_on_another_mesh_come_from_the_parts_of_all_processes(two, far, near):
     (_, bits, *_), _ = succeed(two.run("near_loop", far, near, 27))
     assert succeed(two.run("near_resumed", far, near, "turned")) == [(27, [], bits)] * 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("counts", [(4, 2), (2, 4)])
 def test_another_number_of_processes_resumes_from_the_parts_on_this_host(jobs, far, near, counts):
     before, after = counts
@@ -131,6 +133,7 @@ def test_another_number_of_processes_resumes_from_the_parts_on_this_host(jobs, f
     assert [sorted(held(near, rank)) for rank in range(4)] == [[36, 39, 42]] * after + [[]] * (4 - after)
 
 
+@pytest.mark.thorough
 def test_a_position_in_the_data_is_not_divided_among_other_processes(jobs, far, near):
     succeed(jobs(4, 1).run("near_loop", far, near, 27))
     outcomes = jobs(2, 2).run("near_loop", far, near, 29)
@@ -145,6 +148,7 @@ def test_a_near_save_costs_no_message(two, far, near):
     assert succeed(two.run("near_messages", far, near, 100)) == [0, 0]
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_killed_again_and_again_ends_as_one_that_never_was(two, far, near, tmp_path):
     whole = succeed(two.run("near_loop", tmp_path / "whole", tmp_path / "other", UNTIL))
     moments = random.Random(KILLS)

@@ -56,6 +56,7 @@ def killed(far, near, until, log):
             job.kill(rank)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lost", [0, 1])
 def test_killed_processes_of_which_one_has_lost_its_host_resume_bit_for_bit(two, far, near, tmp_path, lost):
     killed(far, near, 24, tmp_path / "log")
@@ -66,6 +67,7 @@ def test_killed_processes_of_which_one_has_lost_its_host_resume_bit_for_bit(two,
     assert [outcome[1:] for outcome in outcomes] == [outcome[1:] for outcome in whole]
 
 
+@pytest.mark.thorough
 def test_all_resume_from_the_far_step_if_a_part_is_lost_with_its_copy(jobs, far, near):
     succeed(jobs(4, 1).run("near_apart", far, near, [0, 1, 2, 3], 29))
     for lost in (1, 2):  # host 2 has the copy of the part that host 1 has
@@ -73,6 +75,7 @@ def test_all_resume_from_the_far_step_if_a_part_is_lost_with_its_copy(jobs, far,
     assert resumed(jobs(4, 1), far, near, [0, 1, 2, 3]) == [(20, [])] * 4
 
 
+@pytest.mark.thorough
 def test_an_older_near_step_is_taken_if_the_newest_lacks_a_part(two, far, near):
     succeed(two.run("near_apart", far, near, APART, 29))
     shutil.rmtree(own(near, 0, 27))
@@ -86,6 +89,7 @@ def test_without_copies_a_lost_host_makes_all_resume_from_the_far_step(two, far,
     assert resumed(two, far, near, APART, 0) == [(20, [])] * 2
 
 
+@pytest.mark.thorough
 def test_processes_that_have_changed_their_hosts_get_their_parts_from_each_other(two, far, near):
     (_, bits, _), _ = succeed(two.run("near_apart", far, near, APART, 27))
     for rank in (0, 1):
@@ -94,12 +98,14 @@ def test_processes_that_have_changed_their_hosts_get_their_parts_from_each_other
     assert succeed(two.run("near_apart_resumed", far, near, [1, 0])) == [(27, [], bits)] * 2
 
 
+@pytest.mark.thorough
 def test_the_processes_of_a_remaining_host_resume_on_their_own_mesh(jobs, far, near):
     (_, bits, _), *_ = succeed(jobs(4, 1).run("near_apart", far, near, PAIRS, 27))
     shutil.rmtree(near / "host-1")
     assert succeed(jobs(2, 2).run("near_apart_resumed", far, near, [0, 0])) == [(27, [], bits)] * 2
 
 
+@pytest.mark.thorough
 def test_fewer_processes_on_several_hosts_read_what_they_need_from_each_other(jobs, far, near):
     (_, bits, _), *_ = succeed(jobs(4, 1).run("near_apart", far, near, [0, 1, 2, 3], 27))
     for lost in (1, 3):
@@ -132,6 +138,7 @@ def test_a_process_that_does_not_answer_costs_the_copies_alone(two, far, near):
     assert resumed(two, far, near, APART) == [(27, [])] * 2
 
 
+@pytest.mark.thorough
 def test_copies_are_bounded_and_go_with_their_epoch(two, far, near):
     succeed(two.run("near_apart", far, near, APART, 59))
     assert [len(copies(near, rank)) <= 2 for rank in (0, 1)] == [True, True]

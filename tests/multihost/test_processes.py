@@ -76,6 +76,15 @@ def test_layers_of_another_program_land_renamed_and_each_process_reads_its_own(t
         assert layers / 2 + embed <= nbytes < layers / 2 + embed + 4096
 
 
+def test_each_process_reads_the_codes_and_scales_of_its_part_of_a_quantised_weight(two, tmp_path):
+    rng = np.random.default_rng(0)
+    q, s = rng.normal(size=(4096, 1024)).astype(ml_dtypes.float8_e4m3fn), rng.random((32, 8), np.float32)
+    save_file({"a.weight": q, "a.weight_scale_inv": s}, tmp_path / "model.safetensors")
+    expected = (q.astype("f4") * s.repeat(128, 0).repeat(128, 1)).astype(ml_dtypes.bfloat16)
+    for nbytes in succeed(two.run("load_dense", tmp_path / "model.safetensors", expected)):
+        assert q.nbytes / 2 < nbytes < q.nbytes / 2 + 2048
+
+
 def test_a_callback_that_raises_in_one_process_fails_the_save_of_all(two, path):
     succeed(two.run("save_tree", path, "sync", {}))
     ours, theirs = two.run("save_and_load_watched", path, {}, 1)
@@ -92,6 +101,7 @@ def test_all_processes_call_a_tensor_the_same(two, tmp_path):
         assert verify(tmp_path).ok
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("how", ["sync", "async"])
 def test_what_two_processes_save_loads_on_any_other_number(jobs, layout, how):
     path, options = layout
@@ -165,6 +175,7 @@ def test_what_is_held_by_several_is_read_once_if_it_is_broadcast(four, path):
         succeed(four.run("load_tree", f"{path}-2", spec, 0, True))
 
 
+@pytest.mark.thorough
 def test_many_leaves_are_broadcast_one_after_the_other(four, tmp_path):
     save({f"w{i}": np.full((1024, 1024), 7, np.float32) for i in range(40)}, tmp_path / "safetensors")
     succeed(four.run("load_much_everywhere", tmp_path / "safetensors", limit=60))
@@ -213,6 +224,7 @@ def test_leaves_that_lie_in_one_process_each_are_all_saved(four, path):
 # ---------------------------------------------------------------------------------------------- mistakes
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("kind", "says", "others"),
     [
@@ -277,6 +289,7 @@ def test_processes_that_do_not_share_the_directory_all_say_so(two, tmp_path):
     assert os.listdir(tmp_path / "1") == []
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("absent", [0, 1])
 def test_a_process_that_does_not_come_is_missed_in_time(path, absent, tmp_path):
     with Job(2, 1, tmp_path / "log") as job:  # afterwards these two are out of step
@@ -286,6 +299,7 @@ def test_a_process_that_does_not_come_is_missed_in_time(path, absent, tmp_path):
         assert job.run("last_took", ranks=[1 - absent])[0] < 4
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_who_fails_before_it_writes_waits_for_nobody(path, tmp_path, rank):
     with Job(2, 1, tmp_path / "log") as job:
@@ -298,6 +312,7 @@ def test_who_fails_before_it_writes_waits_for_nobody(path, tmp_path, rank):
         succeed(job.run("save_tree", path, "sync", {}))  # they are still in step
 
 
+@pytest.mark.thorough
 def test_messages_of_any_length_arrive_and_are_forgotten(two):
     succeed(two.run("meet_often", 3, 600_000))
     succeed(two.run("meet_often", 200, 10))
@@ -310,6 +325,7 @@ def test_the_same_keys_in_another_order_are_the_same_tree(two, path):
     scenes.check(load(path))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", ["plain", "replicated"])
 def test_processes_that_are_out_of_step_do_not_make_a_mixture(path, tmp_path, kind):
     with Job(2, 2, tmp_path / "log") as job:
@@ -338,6 +354,7 @@ def test_a_function_of_the_callers_that_fails_in_one_process_fails_all(two, path
     succeed(two.run("save_tree", path, "sync", {}))  # they are still in step
 
 
+@pytest.mark.thorough
 def test_a_save_may_take_longer_than_many_others_together(two, path):
     succeed(two.run("outlive_many", path, 70))
     assert verify(path).ok
@@ -367,6 +384,7 @@ def test_an_error_after_the_commit_does_not_claim_that_nothing_was_committed(two
     scenes.check(load(tmp_path / "safetensors"), 3)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("step", "rank"), [("write", 0), ("write", 1), ("seal", 0), ("place", 0)])
 def test_a_disk_that_fails_one_process_fails_all_and_the_old_tree_stays(two, path, rank, step):
     succeed(two.run("save_tree", path, "sync", {}))
@@ -395,6 +413,7 @@ def test_a_checkpoint_that_one_process_cannot_see_is_an_error_of_all(two, path, 
 # ------------------------------------------------------------------------------------------- front doors
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "arguments", [{}, {"use_tensorstore": False}, {"enable_validation": True, "enable_compression": True}]
 )
@@ -409,6 +428,7 @@ def test_the_manager_saves_and_loads_in_several_processes(four, tmp_path, argume
         assert len(whole) == len(scenes.SHAPES) + 3
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("write_index", [True, False])
 @pytest.mark.parametrize("with_manager", [False, True])
 def test_leaves_are_serialized_in_several_processes(four, tmp_path, with_manager, write_index):
@@ -437,5 +457,6 @@ def test_a_tensor_is_broadcast_bit_for_bit(two, limit):
     succeed(two.run("broadcast", limit))
 
 
+@pytest.mark.thorough
 def test_arrays_are_gathered_from_several_processes(two):
     succeed(two.run("gather_all"))

@@ -29,6 +29,7 @@ def test_all_processes_save_the_same_step_when_they_are_asked(two, tmp_path):
     assert all(checkpoint.verify(path).ok for path in asked)
 
 
+@pytest.mark.thorough
 def test_a_process_that_is_behind_saves_at_the_step_of_each_request(two, tmp_path):
     first, second = succeed(two.run("run_asked_often", tmp_path / "run"))
     assert len(first) > 1

@@ -39,6 +39,7 @@ def test_a_job_that_has_not_resumed_is_refused_in_every_process(two, tmp_path):
     assert numbers(tmp_path) == [1]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_job_that_starts_anew_in_one_process_only_is_an_error_in_all(two, tmp_path, rank):
     succeed(two.run("run_loop", tmp_path, 20))
@@ -53,6 +54,7 @@ def test_steps_that_no_rule_keeps_are_removed_by_the_first_process(two, tmp_path
     assert numbers(tmp_path) == [40, 50]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("rank", "fault"), [(0, "damage"), (1, "damage"), (1, "EIO"), (0, "gone"), (1, "gone")]
 )
@@ -63,6 +65,7 @@ def test_damage_that_one_process_alone_sees_is_skipped_by_all(two, tmp_path, ran
     assert (tmp_path / "step-20.damaged").is_dir()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_step_that_one_process_sees_at_the_second_look_only_is_resumed_from(two, tmp_path, rank):
     succeed(two.run("run_loop", tmp_path, 20))
@@ -71,6 +74,7 @@ def test_a_step_that_one_process_sees_at_the_second_look_only_is_resumed_from(tw
     assert numbers(tmp_path) == [10, 20]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_is_no_damage_is_an_error_in_all(two, tmp_path, rank):
     succeed(two.run("run_loop", tmp_path, 20))
@@ -97,6 +101,7 @@ def test_a_process_that_stands_still_is_named(two, tmp_path):
     assert isinstance(two.answer(1, time.monotonic() + 30), Failed)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_processes_with_other_listings_resume_from_one_step(two, tmp_path, rank):
     succeed(two.run("run_loop", tmp_path, 20))
@@ -107,6 +112,7 @@ def test_a_step_without_a_save_costs_no_message(two, tmp_path):
     assert succeed(two.run("count_messages", tmp_path, 500)) == [0, 0]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("clock", ["right", "an hour behind", "an hour ahead", "set back an hour", "stopped"])
 def test_the_clocks_of_other_processes_do_nothing(two, tmp_path, clock):
     (saved, met), (other, _) = succeed(two.run("run_by_the_clock", tmp_path, 1.0, 1.5, ["right", clock]))
@@ -115,6 +121,7 @@ def test_the_clocks_of_other_processes_do_nothing(two, tmp_path, clock):
     assert met < 90  # with the meetings of the saves
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("clock", "expected"),
     [
@@ -139,6 +146,7 @@ def test_a_run_that_begins_late_meets_as_often(two, tmp_path):
     assert met < 90
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("tolerate", "expected"), [(0, [3, 5, "wait"]), (1, [])])
 def test_a_full_disk_is_told_to_all_by_the_next_call(two, small_disk, tolerate, expected):
     outcomes = succeed(two.run("run_out_of_room", small_disk.place, tolerate))
@@ -146,6 +154,7 @@ def test_a_full_disk_is_told_to_all_by_the_next_call(two, small_disk, tolerate, 
     assert numbers(small_disk.place / "run") == ([1] if tolerate == 0 else [5])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_checkpointer_of_trainers_decides_in_the_first_process(two, tmp_path, rank):
     (saved, step), (others_saved, others_step) = succeed(two.run("use_checkpointer", tmp_path, rank))

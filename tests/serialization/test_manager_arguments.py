@@ -173,14 +173,17 @@ class TestTensorStore(TensorStore, Arguments):
     pass
 
 
+@pytest.mark.sample(5)
 class TestCompressed(Compressed, Arguments):
     pass
 
 
+@pytest.mark.sample(3)
 class TestSafetensors(Safetensors, Arguments):
     pass
 
 
+@pytest.mark.sample(5)
 class TestOneFile(OneFile, Arguments):
     pass
 

@@ -157,13 +157,16 @@ class TestTensorStore(TensorStore, AsyncSaves):
     pass
 
 
+@pytest.mark.sample(5)
 class TestCompressed(Compressed, AsyncSaves):
     pass
 
 
+@pytest.mark.sample(3)
 class TestSafetensors(Safetensors, AsyncSaves):
     pass
 
 
+@pytest.mark.sample(5)
 class TestOneFile(OneFile, AsyncSaves):
     pass

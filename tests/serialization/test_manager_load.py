@@ -123,13 +123,16 @@ class TestTensorStore(TensorStore, Loads):
     pass
 
 
+@pytest.mark.sample(5)
 class TestCompressed(Compressed, Loads):
     pass
 
 
+@pytest.mark.sample(3)
 class TestSafetensors(Safetensors, Loads):
     pass
 
 
+@pytest.mark.sample(5)
 class TestOneFile(OneFile, Loads):
     pass

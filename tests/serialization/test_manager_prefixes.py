@@ -141,13 +141,16 @@ class TestTensorStore(TensorStore, SeveralPrefixes):
     pass
 
 
+@pytest.mark.sample(5)
 class TestCompressed(Compressed, SeveralPrefixes):
     pass
 
 
+@pytest.mark.sample(3)
 class TestSafetensors(Safetensors, SeveralPrefixes):
     pass
 
 
+@pytest.mark.sample(5)
 class TestOneFile(OneFile, OnePrefix):
     pass

@@ -167,13 +167,16 @@ class TestTensorStore(TensorStore, Pytrees):
     pass
 
 
+@pytest.mark.sample(5)
 class TestCompressed(Compressed, Pytrees):
     pass
 
 
+@pytest.mark.sample(3)
 class TestSafetensors(Safetensors, Pytrees):
     pass
 
 
+@pytest.mark.sample(5)
 class TestOneFile(OneFile, Pytrees):
     pass

@@ -356,13 +356,16 @@ class TestTensorStore(TensorStore, Saves):
     pass
 
 
+@pytest.mark.sample(5)
 class TestCompressed(Compressed, Saves):
     pass
 
 
+@pytest.mark.sample(3)
 class TestSafetensors(Safetensors, Saves):
     pass
 
 
+@pytest.mark.sample(5)
 class TestOneFile(OneFile, Saves):
     pass

@@ -239,13 +239,16 @@ class TestTensorStore(TensorStore, Shardings):
     pass
 
 
+@pytest.mark.sample(5)
 class TestCompressed(Compressed, Shardings):
     pass
 
 
+@pytest.mark.sample(3)
 class TestSafetensors(Safetensors, Shardings):
     pass
 
 
+@pytest.mark.sample(5)
 class TestOneFile(OneFile, Shardings):
     pass

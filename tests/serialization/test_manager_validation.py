@@ -113,14 +113,17 @@ class TestTensorStore(TensorStore, Validation):
     pass
 
 
+@pytest.mark.sample(5)
 class TestCompressed(Compressed, Validation):
     test_validate_false_skips_the_digests = None  # what a flipped bit then becomes is anybody's guess
 
 
+@pytest.mark.sample(3)
 class TestSafetensors(Safetensors, Validation):
     pass
 
 
+@pytest.mark.sample(5)
 class TestOneFile(OneFile, Validation):
     pass
 

@@ -72,6 +72,7 @@ def test_a_whole_directory_leaves_nothing_out(path):
     assert checkpoint.verify(path).ok
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", WITHOUT_LEAVES)
 def test_files_that_are_known_to_hold_no_leaves_do_not_count(path, name):
     if name != "manifest.json" or (path / "model.safetensors").exists():
@@ -79,6 +80,7 @@ def test_files_that_are_known_to_hold_no_leaves_do_not_count(path, name):
     assert checkpoint.verify(path).ok
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", MAY_HOLD_LEAVES)
 def test_all_other_files_are_listed(path, name):
     put(path, name)

@@ -89,7 +89,7 @@ def test_every_layout_is_refused_with_and_without_a_configuration(tmp_path, layo
     leaves, config = LAYOUTS[layout]
     for given in (None, {"quantization_config": config}, {"text_config": {"quantization_config": config}}):
         path = model(tmp_path / "model", {**leaves, **NORM}, given)
-        with pytest.raises(QuantizedError, match=r"is quantised: .*a.*scales: a.*dequant=False"):
+        with pytest.raises(QuantizedError, match=r"is quantised: .* weight.*\(a.*Read raw, .*dequant=False"):
             load(path)
         assert load(path, dequant=False)["norm"]["weight"].shape == (4,)
 
@@ -98,9 +98,10 @@ def test_the_error_names_the_method_the_leaves_and_the_way_out(fp8):
     with pytest.raises(QuantizedError) as caught:
         load(fp8)
     assert str(caught.value) == (
-        f"{fp8} is quantised: fp8 in blocks of 128 x 128 (config.json). 1 leaf is not the numbers of the model without "
-        "their scales: a.weight: float8_e4m3fn[2, 4], scales float32[1, 1] in a.weight_scale_inv. Load the model that "
-        "it was made from, or pass dequant=False (checkpoint.load, checkpoint.convert) for the leaves as they are stored"
+        f"{fp8} is quantised: fp8 in blocks of 128 x 128 (config.json), 1 weight with a scale (a.weight: "
+        "float8_e4m3fn[2, 4], scales float32[1, 1] in a.weight_scale_inv). Read raw, the weights would be wrong. Pass "
+        'dequant="bf16" for the weights as numbers, or dequant=False (checkpoint.load, checkpoint.convert) for the '
+        "stored leaves"
     )
     assert isinstance(caught.value, EformerError)
     assert isinstance(caught.value, ValueError)
@@ -151,7 +152,7 @@ def test_declared_experts_of_bytes_are_refused_and_their_scales_are_not(tmp_path
     )
     for arguments in ({}, {"keys": "a.up"}, {"rename": {".*_scale(s|_2)?": None}}):
         with pytest.raises(
-            QuantizedError, match=r"1 leaf is not .*: a\.up: uint8\[2, 4\], scales \w+\[2, 4\] in"
+            QuantizedError, match=r", 1 weight with a scale \(a\.up: uint8\[2, 4\], scales \w+\[2, 4\] in"
         ):
             load(path, **arguments)
     assert load(path, keys="*_scale*")
@@ -166,7 +167,8 @@ def test_integers_of_a_declared_method_that_is_not_known_are_refused(tmp_path, m
     leaves = {name: block(dtype), "a.perm_idx": block(np.int32), "a.steps": np.array(3), **NORM}
     path = model(tmp_path / "model", leaves, {"quantization_config": {"quant_method": method}})
     with pytest.raises(
-        QuantizedError, match=rf"quantised: {method} \(config.json\). 1 leaf is not .*: {name}: "
+        QuantizedError,
+        match=rf"quantised: {method} \(config.json\), 1 weight \({name}: .*{method} cannot be dequantised",
     ):
         load(path)
     assert load(path, keys="norm")
@@ -255,7 +257,7 @@ def test_masks_and_indexes_of_a_dense_model_with_an_old_declaration_load(tmp_pat
 )
 def test_a_declaration_counts_for_weights_whose_scales_are_elsewhere(tmp_path, name, dtype):
     path = model(tmp_path / "model", {name: block(dtype)}, {"quantization_config": FP8})
-    with pytest.raises(QuantizedError, match=rf"1 leaf is not the numbers .*: {name}: "):
+    with pytest.raises(QuantizedError, match=rf", 1 weight \({name}: "):
         load(path)
 
 
@@ -334,7 +336,7 @@ def test_a_partial_load_takes_dense_weights_from_another_checkpoint(tmp_path):
 
 def test_the_doors_without_dequant_name_the_calls_that_have_it(fp8):
     mesh = jax.make_mesh((1,), ("x",))
-    with pytest.raises(QuantizedError, match=r"pass dequant=False \(checkpoint.load, checkpoint.convert\)"):
+    with pytest.raises(QuantizedError, match=r"dequant=False \(checkpoint.load, checkpoint.convert\)"):
         AsyncCheckpointManager().load(fp8, mesh)
 
 
@@ -354,12 +356,16 @@ def test_convert_refuses_unless_the_stored_leaves_are_asked_for(fp8, tmp_path):
     assert load(tmp_path / "new")["a"]["weight"].dtype == F8
 
 
-def test_other_values_of_dequant_are_refused(fp8, tmp_path):
-    for call in (lambda **more: load(fp8, **more), lambda **more: convert(fp8, tmp_path / "x.npz", **more)):
-        with pytest.raises(
-            ValueError, match=r"dequant='bf16': expected False, .*cannot be loaded as numbers yet"
-        ):
-            call(dequant="bf16")
+@pytest.mark.parametrize("value", ["int8", True, 3])
+def test_other_values_of_dequant_are_refused(fp8, tmp_path, value):
+    calls = (
+        lambda **more: load(fp8, **more),
+        lambda **more: checkpoint.open(fp8, **more),
+        lambda **more: convert(fp8, tmp_path / "x.npz", **more),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="floating dtype"):
+            call(dequant=value)
 
 
 def test_a_file_finds_the_configuration_beside_it_or_beside_the_link_to_it(tmp_path):

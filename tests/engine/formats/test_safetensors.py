@@ -46,6 +46,7 @@ class TestDirectory(InDirectory, OnDisk, TargetContract, DirectoryContract):
     """One tree in one file, or one file for each tree."""
 
 
+@pytest.mark.sample(5)
 class TestShardedDirectory(InDirectory, OnDisk, DirectoryContract):
     """The same, over many files."""
 
@@ -59,6 +60,7 @@ class TestShardedDirectory(InDirectory, OnDisk, DirectoryContract):
         assert len(list(path.glob("*.safetensors"))) > 5
 
 
+@pytest.mark.sample(3)
 class TestOneFile(OnDisk, CheckpointContract):
     def place(self, folder):
         return folder / "checkpoint.safetensors"

@@ -43,6 +43,7 @@ class TestArrays(InArrays, OnDisk, TargetContract, DirectoryContract):
     """One file for each array."""
 
 
+@pytest.mark.sample(5)
 class TestArraysInChunks(InArrays, OnDisk, DirectoryContract):
     """The same, with many chunks to a leaf."""
 
@@ -67,6 +68,7 @@ class TestArraysInChunks(InArrays, OnDisk, DirectoryContract):
         return next((p for p in files if wanted in p.read_bytes()), max(files, key=lambda p: p.name))
 
 
+@pytest.mark.sample(5)
 class TestDatabase(InArrays, OnDisk, DirectoryContract):
     """The same, in an OCDBT database."""
 
@@ -80,6 +82,7 @@ class TestDatabase(InArrays, OnDisk, DirectoryContract):
         return 700 * 4
 
 
+@pytest.mark.sample(5)
 class TestCompressedArrays(InArrays, OnDisk, DirectoryContract):
     options = SaveOptions(compression="zstd")
 
@@ -294,6 +297,7 @@ ODD = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ODD)
 @pytest.mark.parametrize("chunks", [[7, 5], [3, 5], [2, 2], [10, 10]], ids=str)
 def test_arrays_of_any_kind_are_read(tmp_path, kind, chunks):
@@ -424,6 +428,7 @@ def test_a_chunk_that_is_a_pipe_or_a_device_is_refused_at_once(one):
         load(one)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "change",
     [

@@ -71,6 +71,7 @@ def compiled(path, **arguments):
     return loaded
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int8])
 def test_all_pieces_are_checked_on_the_device_once_programs_are_compiled(
     tmp_path, accelerators, on_host, dtype
@@ -84,6 +85,7 @@ def test_all_pieces_are_checked_on_the_device_once_programs_are_compiled(
     assert not [call for call in on_host.call_args_list if len(call.args[0]) > SHORTEST]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("spec", [jax.P("x"), jax.P(), jax.P(None, "x")])
 def test_every_device_is_checked(tmp_path, accelerators, on_host, spec, caplog):
     tree = tree_of()

@@ -63,6 +63,7 @@ def test_on_the_default_device(arrays, way):
     assert device_put._is_usable(jax.devices()[0]) == (way == "underneath")
 
 
+@pytest.mark.thorough
 def test_on_a_default_device_that_somebody_chose(arrays, way):
     with jax.default_device(jax.devices()[3]):
         found = device_put.put_on_default(arrays)
@@ -70,6 +71,7 @@ def test_on_a_default_device_that_somebody_chose(arrays, way):
     assert found[0].devices() == {jax.devices()[3]}
 
 
+@pytest.mark.thorough
 def test_each_on_its_own_device(arrays, way):
     devices = [jax.devices()[n % 4] for n in range(len(arrays))]
     same(device_put.put_on(arrays, devices), jax.device_put(arrays, devices))
@@ -82,6 +84,7 @@ def test_in_a_memory_of_a_device(arrays, way):
     same(device_put.put_on(arrays, places), jax.device_put(arrays, places))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("spec", [jax.P(), jax.P("x"), jax.P(None, "x"), jax.P("y", "x"), jax.P(("x", "y"))])
 def test_parts_on_the_devices_of_a_sharding(spec, way):
     mesh = jax.make_mesh((4, 2), ("x", "y"))

@@ -77,6 +77,7 @@ def test_numbers_and_arrays_without_axes_are_what_like_has(tmp_path, slots, tree
         assert_same(load(tmp_path, like=expected, progress=lambda done, total: None), expected)
 
 
+@pytest.mark.thorough
 def test_every_sharding_and_dtype_comes_back(tmp_path, slots, tree):
     save(tree, tmp_path)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
@@ -92,6 +93,7 @@ SHAPES = [(2**20,), (3, 1001, 301), (2, 2**18), (1, 2, 3, 70_000), (5, 999, 13, 
 KINDS = ["float32", "bfloat16", "int8", "bool", "float8_e4m3fn"]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("shape", "kind"), [*((shape, "float32") for shape in SHAPES), *zip(SHAPES[1:5], KINDS[1:], strict=True)]
 )
@@ -145,6 +147,7 @@ def test_a_large_leaf_of_the_default_device_may_be_moved(tmp_path, slots):
     assert not loaded["large"].committed
 
 
+@pytest.mark.thorough
 def test_a_large_leaf_that_was_saved_in_shards_arrives_in_parts(tmp_path, slots):
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
     numbers = np.random.default_rng(1).standard_normal((800, 1200), np.float32)
@@ -186,6 +189,7 @@ def test_boxes_of_odd_sizes_are_counted_with_the_memory_between_them(tmp_path, s
     assert_same(load(tmp_path, like=expected), expected)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("spec", [jax.P(), jax.P("x"), jax.P(None, "x")])
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_a_large_leaf_is_read_once_however_it_is_cut(tmp_path, slots, monkeypatch, spec, compression):
@@ -224,6 +228,7 @@ def test_parts_are_disjoint_cover_their_box_and_fit(shape, itemsize, most, block
     assert (seen == 1).all()
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("large", [[100_000], [100_000, 80_000, 70_000], [250_000], [2**20, 2**19], [2**20]])
 @pytest.mark.parametrize("small", [0, 1, 24])
 def test_large_leaves_and_small_ones_share_a_little_memory(tmp_path, slots, large, small):
@@ -243,6 +248,7 @@ def test_leaves_of_another_shape_are_resized(tmp_path, slots, size):
     assert_same(loaded, {"b": jnp.arange(size), "w": jnp.arange(size) + 1})
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("size", [10, 2**16, 2**18])
 @pytest.mark.parametrize("place", [None, jax.P(), jax.P("x")])
 def test_64_bits_that_only_the_calling_thread_has_stay_64_bits(tmp_path, slots, size, place):
@@ -481,6 +487,7 @@ def unwaited(monkeypatch, split):
     assert runs, "no program ran"
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("place", [None, jax.P(), jax.P("x")])
 @pytest.mark.parametrize("shape", [(768, 1024), (4096, 4096)])
 def test_no_program_reads_an_array_before_its_thread_has_waited_for_it(tmp_path, unwaited, shape, place):
@@ -548,6 +555,7 @@ def test_leaves_of_one_slot_may_be_on_different_devices(tmp_path, split):
     assert len(split) == 20
 
 
+@pytest.mark.thorough
 def test_a_program_that_ends_waits_for_what_is_compiled():
     """XLA would abort it."""
     code = """if True:

@@ -92,6 +92,7 @@ def test_both_doors_lead_to_the_same():
         _ = eformer.serialization.nothing
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("mesh", "arguments"), REQUESTS.values(), ids=REQUESTS)
 @pytest.mark.parametrize("format", ["safetensors", "tensorstore"])
 def test_the_bytes_are_those_that_a_load_puts_there(path, format, mesh, arguments):  # noqa: A002
@@ -101,6 +102,7 @@ def test_the_bytes_are_those_that_a_load_puts_there(path, format, mesh, argument
     assert sum(expected.values()) > 0
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("mesh", "arguments"), REQUESTS.values(), ids=REQUESTS)
 def test_a_tree_of_shapes_does_as_well(path, mesh, arguments):
     shapes = jax.eval_shape(params) | {"numpy": jax.ShapeDtypeStruct((8, 2), jnp.float32)}

@@ -88,6 +88,7 @@ def test_without_like_a_number_comes_back_in_its_own_form(tmp_path, stored, kind
     assert is_weak(found) == is_weak(number)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", NUMBERS)
 @pytest.mark.parametrize("like", FORMS)
 @pytest.mark.parametrize("stored", FORMS)
@@ -99,6 +100,7 @@ def test_with_like_a_number_comes_back_in_the_form_of_like(tmp_path, stored, lik
     assert is_weak(found) == is_weak(FORMS[like](number, dtype))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("like", FORMS)
 @pytest.mark.parametrize("stored", FORMS)
 def test_a_number_of_another_kind_or_dtype_is_refused_in_every_form(tmp_path, stored, like):
@@ -152,6 +154,7 @@ def saved(request, tmp_path):
     return save
 
 
+@pytest.mark.sample(3)
 def test_a_fresh_state_of_flax_takes_what_a_trained_one_has(saved):
     state = checkpoint.load(saved(trained()), like=fresh())
     assert_same(state.step, 3)
@@ -160,6 +163,7 @@ def test_a_fresh_state_of_flax_takes_what_a_trained_one_has(saved):
     assert jax.jit(lambda s: s.apply_gradients(grads=s.params))(state).step == 4
 
 
+@pytest.mark.sample(3)
 def test_a_trained_state_of_flax_takes_what_a_fresh_one_has(saved):
     state = checkpoint.load(saved(fresh()), like=trained())
     assert_same(state.step, jnp.int32(0))
@@ -168,6 +172,7 @@ def test_a_trained_state_of_flax_takes_what_a_fresh_one_has(saved):
     assert_same(checkpoint.load(saved(fresh(step=5)), like=abstract).step, jnp.int32(5))
 
 
+@pytest.mark.sample(3)
 def test_a_step_beyond_32_bits_is_not_cut(saved):
     with pytest.raises(MismatchError, match=r"'step': expected int32\[\], found the int 4294967303"):
         checkpoint.load(saved(fresh(step=2**32 + 7)), like=trained())
@@ -214,6 +219,7 @@ def test_what_a_callback_makes_of_a_number_stays(tmp_path):
     assert_same(found, [np.array(7, np.int32)])
 
 
+@pytest.mark.sample(3)
 def test_a_resumed_optimizer_with_rates_in_its_state_is_not_compiled_again(saved):
     tx = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
     compiled = []

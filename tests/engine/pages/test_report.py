@@ -341,6 +341,7 @@ print(1024 * int(peak))
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA covers all memory on Linux alone")
 def test_a_report_stays_within_its_memory(tmp_path):
     rng = np.random.default_rng(0)

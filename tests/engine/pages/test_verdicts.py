@@ -109,6 +109,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("layout", ["safetensors", "tensorstore"])
 @pytest.mark.parametrize("case", CASES)
 def test_diff_report_and_server_agree_on(case, layout, tmp_path):

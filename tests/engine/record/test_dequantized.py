@@ -214,6 +214,8 @@ def test_a_nan_stays_a_nan_and_a_sum_that_is_too_large_becomes_infinite():
 def test_a_cast_gives_the_same_products_in_another_dtype():
     arrays = Arrays(q=np.array([[1.125]], F8), s=np.array([[1 + 2**-20]], np.float32))
     weight = arrays.weight(Blocks("float8", (1, 1), (1, 1)), "bfloat16")
+    weight.dense_name = "dense"
+    assert weight.cast("float32").dense_name == "dense"
     assert weight.cast("float32").read(Box((0, 0), (1, 1))) == np.float32(1.125) * np.float32(1 + 2**-20)
 
 

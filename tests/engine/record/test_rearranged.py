@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.lazy import InMemory, applied, arrays_of, in_memory, numbers, whole
 
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.lazy_arrays import Shared, shared_in, stacked, transposed, unstacked
+from support.lazy import InMemory, applied, arrays_of, in_memory, numbers, whole
 
 WORDS = ["x", "yy", "z3"]
 

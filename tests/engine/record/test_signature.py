@@ -107,6 +107,7 @@ STATEMENTS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", STATEMENTS)
 def test_nonsense_that_the_right_key_has_signed_is_refused(path, name):
     found = STATEMENTS[name]
@@ -136,6 +137,7 @@ ENVELOPES = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ENVELOPES)
 def test_an_envelope_that_makes_no_sense_is_refused(path, name):
     found = ENVELOPES[name]

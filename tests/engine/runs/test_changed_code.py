@@ -64,6 +64,7 @@ def path(three_steps, tmp_path):
     return shutil.copytree(three_steps, tmp_path / "run")
 
 
+@pytest.mark.thorough
 def test_another_optimizer(path, caplog):
     before = checkpoint.load(path, root="params")
     state = start(optax.lion(1e-3))

@@ -298,6 +298,7 @@ def test_an_answer_that_the_part_is_gone_is_no_failure(holder, caplog):
         assert not caplog.records
 
 
+@pytest.mark.thorough
 def test_a_process_that_saves_faster_than_it_is_copied_is_named(owner, shelf, holder, caplog):
     def save_another(step=[3]):  # noqa: B006
         step[0] += 3

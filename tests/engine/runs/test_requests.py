@@ -61,6 +61,7 @@ class Training:
         self.run.close()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("place", ["disk", "memory"])
 def test_a_job_saves_when_it_is_asked_and_says_so(tmp_path, place):
     path = tmp_path / "run" if place == "disk" else f"memory://requests-{tmp_path.name}/run"

@@ -72,6 +72,7 @@ READERS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_damaged_newest_step_is_an_error_that_names_the_one_before(run, harm, read):
@@ -91,6 +92,7 @@ HARMS_OF_ORBAX = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("read", [load, latest, checkpoint.inspect, checkpoint.open])
 @pytest.mark.parametrize("harm", HARMS_OF_ORBAX.values(), ids=HARMS_OF_ORBAX)
 def test_a_damaged_newest_step_of_orbax_is_an_error_that_names_the_one_before(tmp_path, harm, read):

@@ -106,6 +106,7 @@ def test_an_error_that_nobody_asks_for_is_logged(tmp_path, caplog):
     assert "failed, and its error was never retrieved" in caplog.text
 
 
+@pytest.mark.thorough
 def test_an_error_that_nobody_asks_for_is_logged_at_exit_too(tmp_path):
     code = (
         "import sys, numpy as np\n"
@@ -259,6 +260,7 @@ def on_an_accelerator(monkeypatch):
     monkeypatch.setattr(_arrays._Reader, "look_at", lambda self, sharding, where: (False, 0, None))
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("snapshot", ["auto", "device", "host"])
 @pytest.mark.parametrize("budget", [1, 1000, 2**30])
 @pytest.mark.sample(3)
@@ -324,6 +326,7 @@ def layout(request):
     return name, {"ocdbt": {"ocdbt": True}, "zstd": {"compression": "zstd"}}.get(option, {})
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_several_processes_write_one_checkpoint_and_meet_twice(tmp_path, monkeypatch, count, layout):
     monkeypatch.setattr(_record, "PIECE_BYTES", 256)
@@ -450,6 +453,7 @@ def test_several_processes_record_the_checksums_of_what_one_has_whole(tmp_path, 
     assert leaves["rows"].sha256 is None
 
 
+@pytest.mark.sample(4)
 def test_what_several_processes_saved_is_replaced_without_a_rest(tmp_path, layout):
     def count(path):
         """How many files there are; those of a database, whose number varies, are one."""
@@ -549,6 +553,7 @@ def test_a_difference_in_a_large_tree_is_found(tmp_path, monkeypatch):
             assert text in problem
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("look", ["inspect", "open", "load"])
 def test_a_tree_in_parts_that_is_replaced_while_it_is_looked_at_is_the_newer_one(
     tmp_path, monkeypatch, layout, look

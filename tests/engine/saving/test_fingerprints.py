@@ -108,6 +108,7 @@ def fitting(spec, shape, mesh):
     return P(*kept)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("before", layouts(), ids=str)
 def test_a_checkpoint_of_any_format_has_the_fingerprints_of_the_tree(small_pieces, tmp_path, kind, before):

@@ -21,6 +21,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fmt", ["safetensors", "zarr"])
 def test_a_save_takes_little_memory_beside_the_state(tmp_path, fmt):
     command = [sys.executable, "-c", CODE, str(tmp_path), fmt]

@@ -26,6 +26,7 @@ READERS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["safetensors", "tensorstore"])
 @pytest.mark.parametrize("reader", READERS)
 def test_reading_what_this_process_is_saving_waits_for_the_save(tmp_path, kind, reader):

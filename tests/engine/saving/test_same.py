@@ -29,6 +29,7 @@ def path(request, tmp_path):
     return tmp_path / "a"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("layout", layouts(), ids=str)
 def test_a_saved_tree_is_the_same_under_any_sharding(path, layout):
     found = same({**tree(), "w": jax.device_put(tree()["w"], layouts()[layout])}, path)

@@ -77,6 +77,7 @@ def test_small_leaves_are_cast(tmp_path):
     assert [leaf.tolist() for leaf in found.values()] == [[0, 1, 2, 3]] * 4
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("size", [8, 2**15], ids=["small", "large"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_array_may_be_donated_right_after_save_async(tmp_path, kind, dtype, size):

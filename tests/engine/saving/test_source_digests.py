@@ -60,6 +60,7 @@ def compiled(path, how=save, **arguments):
                 thread.join()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["safetensors", "zarr"])
 def test_every_piece_is_compared_once_programs_are_compiled(tmp_path, accelerators, compared, kind):
     compiled(tmp_path, format=kind)

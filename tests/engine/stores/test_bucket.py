@@ -47,10 +47,12 @@ class TestDirectory(BucketDirectory):
     """In memory."""
 
 
+@pytest.mark.sample(4)
 class TestOneFile(BucketFile):
     """In memory."""
 
 
+@pytest.mark.sample(4)
 class TestArrays(BucketArrays):
     """In memory."""
 

@@ -161,6 +161,7 @@ def test_damage_is_fetched_again(url, cache, tree, fetched, offset):
     assert not fetched
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("left", [0, 10, 5000, MIB - 1, MIB, 2 * MIB])
 def test_a_truncated_or_longer_file_is_fetched_again(url, cache, tree, fetched, left):
     save(tree, url)
@@ -231,6 +232,7 @@ def test_a_directory_that_everybody_may_write_to_is_not_used(url, cache, tree, c
     assert not files(cache)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("call", ["pwrite", "replace", "open"])
 @pytest.mark.parametrize("problem", [(28, "No space left on device"), (30, "Read-only file system")], ids=str)
 def test_a_full_or_read_only_disk_is_only_a_warning(url, cache, tree, caplog, monkeypatch, call, problem):

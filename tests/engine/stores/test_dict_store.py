@@ -73,10 +73,12 @@ class InDict:
         return file.rpartition("/")[2]
 
 
+@pytest.mark.sample(5)
 class TestDirectory(InDict, DirectoryContract):
     """Safetensors files in a dict."""
 
 
+@pytest.mark.sample(5)
 class TestArrays(InDict, DirectoryContract):
     """Zarr arrays in a dict."""
 

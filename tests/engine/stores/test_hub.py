@@ -87,6 +87,7 @@ def test_a_model_is_loaded(hub, model):
     assert_loaded(load(URL), model)
 
 
+@pytest.mark.thorough
 def test_a_sharded_model_in_a_directory_is_loaded(hub, sharded):
     assert_loaded(load(f"{URL}/sub"), sharded)
     assert_loaded(load(f"{URL}@main/sub/model-00002-of-00002.safetensors"), sharded)
@@ -133,6 +134,7 @@ def test_a_few_rows_are_a_ranged_request(hub):
     assert hub.data_sent() <= 2 * MIB
 
 
+@pytest.mark.thorough
 def test_a_server_that_ignores_ranges_is_read_only_as_far_as_needed(hub):
     found = tensors(0, rows=2**16)
     hub.commit("org/model", {"model.safetensors": st.save(found)})
@@ -253,6 +255,7 @@ def test_offline_mode_is_said(hub, model, monkeypatch):
         load(URL)
 
 
+@pytest.mark.thorough
 def test_the_command_line_inspects_a_model(hub, model, tmp_path):
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
     done = subprocess.run(

@@ -86,6 +86,7 @@ def entries(path):
 REUSABLE = ["safetensors", "safetensors, shards", "safetensors, prefix", "arrays", "arrays, prefix"]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("layout", "reuse"), [(layout, False) for layout in LAYOUTS] + [(layout, True) for layout in REUSABLE]
 )

@@ -47,6 +47,7 @@ def forged(outside, name, target):
     return Journal("id", moved, moved)
 
 
+@pytest.mark.sample(4)
 @DIRECTORIES
 @pytest.mark.parametrize("place", ["top", "below", "process-0", "process-0/d", "d"])
 def test_a_journal_that_leads_through_a_link(tmp_path, unchanged, layout, place):
@@ -72,6 +73,7 @@ def test_a_journal_that_leads_through_a_link(tmp_path, unchanged, layout, place)
     assert not scratch.exists()
 
 
+@pytest.mark.sample(4)
 @DIRECTORIES
 @pytest.mark.parametrize("inner", ["ours", "w", "."])
 def test_a_journal_that_names_a_directory_of_somebody_else(tmp_path, outside, layout, inner):
@@ -103,6 +105,7 @@ def test_arrays_without_a_mark_have_to_be_the_very_files_that_are_described(tmp_
         assert sorted(os.listdir(file.parent)) == [".zarray", "0", "1"]
 
 
+@pytest.mark.sample(4)
 @DIRECTORIES
 @pytest.mark.parametrize("kind", ["file", "directory", "dangling"])
 def test_scratch_that_is_a_link(tmp_path, unchanged, layout, kind):

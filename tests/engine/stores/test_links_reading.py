@@ -85,6 +85,7 @@ def check_every_part(tmp_path, watch, first):
         assert opens.seen() == [], name
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "file"])
 @BOTH
 def test_no_part_of_a_checkpoint_that_was_moved_out_is_opened(tmp_path, watch, layout, has_openat2):
@@ -103,6 +104,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("sample", OTHERS)
 def test_no_part_of_a_checkpoint_of_others_that_was_moved_out_is_opened(tmp_path, watch, sample):
     shutil.copytree(COMPAT / sample, tmp_path / "first" / "run")
@@ -120,6 +122,7 @@ IN_ARCHIVES = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("sample", IN_ARCHIVES)
 def test_no_part_of_a_sample_in_an_archive_that_was_moved_out_is_opened(tmp_path, watch, sample):
     archive, name = IN_ARCHIVES[sample]

@@ -107,6 +107,7 @@ def test_a_conversion_into_nowhere_is_refused(tmp_path, to):
         convert(tmp_path / "run", tmp_path / "absent" / "..", to=to)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("to", ["safetensors", "tensorstore", "npz", "msgpack"])
 @pytest.mark.parametrize("target", ["0", "empty", "absent"])
 def test_a_conversion_to_a_link_is_refused_before_anything_is_read(tmp_path, outside, to, target):

@@ -241,6 +241,7 @@ def test_a_full_disk_keeps_the_old_file_and_leaves_no_trace(tmp_path):
     assert os.listdir(tmp_path) == ["state"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("wait", [0.0, 0.004, 0.011, 0.023, 0.047])
 @pytest.mark.sample(2)
 def test_a_killed_writer_leaves_a_whole_file(tmp_path, wait):

@@ -478,6 +478,7 @@ def neighbour():
         process.stdout.close()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", ["safetensors", "arrays, prefix", "database, prefix"])
 def test_saves_beside_a_neighbour_who_swaps_everything_for_links(tmp_path, outside, neighbour, layout):
     run = save_as(layout, TREE, tmp_path / "place")
@@ -494,6 +495,7 @@ def test_saves_beside_a_neighbour_who_swaps_everything_for_links(tmp_path, outsi
     assert not changed
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("layout", "inner"),
     [("safetensors", ""), ("safetensors, shards", ""), ("arrays, prefix", ""), ("arrays, prefix", "m")],

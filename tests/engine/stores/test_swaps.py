@@ -86,6 +86,7 @@ FIND = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("layout", "what"),
     [
@@ -122,6 +123,7 @@ def test_a_prune(tmp_path, what):
     try_every_call(tmp_path, make_steps, STEPS[what], lambda place: prune(place / "run", keep=1), stride=3)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("what", STEPS)
 def test_the_retention_of_a_run(tmp_path, what):
     def act(place):

@@ -18,6 +18,7 @@ print("done")
 """
 
 
+@pytest.mark.thorough
 def test_a_notebook_has_a_live_bar(tmp_path, monkeypatch):
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))  # nobody's home need be writable
     manager, client = start_new_kernel()

@@ -144,6 +144,7 @@ def test_a_callback_that_raises_at_the_end_fails_the_save(tmp_path):
 # ---------------------------------------------------------------------------------------------- load
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "more", [{}, {"options": {"batch": 1}}, {"mmap": True}, {"mmap": True, "verify": True}], ids=str
 )
@@ -210,6 +211,7 @@ def test_a_load_that_starts_again_counts_again(tmp_path, monkeypatch):
     assert calls == [(8000, 8000), (80, 80)]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("error", [ZeroDivisionError, FileNotFoundError, KeyboardInterrupt])
 def test_errors_of_a_callback_reach_the_caller(kind, error):
     """A FileNotFoundError of the callback is not taken for a missing file of the checkpoint."""

@@ -264,7 +264,9 @@ def test_an_adapter_holds_one_tree(tmp_path):
 
 
 def test_a_configuration_is_for_adapters_alone(source, tmp_path):
-    with pytest.raises(ValueError, match="config= is for to='peft' and for the rules of rename=, and the target is npz"):
+    with pytest.raises(
+        ValueError, match="config= is for to='peft' and for the rules of rename=, and the target is npz"
+    ):
         convert(source, tmp_path / "new.npz", config={"lora_alpha": 4})
 
 

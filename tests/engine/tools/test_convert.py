@@ -17,6 +17,7 @@ import pytest
 import safetensors.numpy
 from hypothesis import given, settings
 
+from eformer import checkpoint
 from eformer._engine.loading import fetch as _transfer
 from eformer._engine.record.boxes import Box, contiguous
 from eformer.checkpoint import SaveOptions, convert, diff, inspect, load, save, verify
@@ -81,6 +82,7 @@ def test_from_arrays_of_every_kind(tmp_path, form, options):
     assert_same(load(tmp_path / "new"), load(tmp_path / "old"))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "path",
     [
@@ -323,12 +325,13 @@ def test_a_checkpoint_without_room_is_refused(source, tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------------------- memory
 
 _UNDER_A_LIMIT = """
-import resource, sys, threading
+import os, resource, sys, threading
 from eformer._engine.tools.convert import convert
 source, destination, to, memory, *rules = sys.argv[1:]
+dequant = os.environ.get("DEQUANT")
 threading.stack_size(2**18)  # what threads may use as stacks counts, whether they do or not
 resource.setrlimit(resource.RLIMIT_DATA, (int(memory), int(memory)))
-convert(source, destination, to=to, memory=int(memory), rename=rules or None)
+convert(source, destination, to=to, memory=int(memory), rename=rules or None, dequant=dequant)
 assert "jax" not in sys.modules
 (peak,) = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")]
 print(1024 * int(peak))
@@ -371,6 +374,38 @@ def test_a_conversion_stays_within_its_memory(large, tmp_path, form, rules):
         assert diff(large, command[4]).changed == ()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA covers all memory on Linux alone")
+@pytest.mark.thorough
+def test_quantised_weights_become_numbers_within_the_memory(tmp_path):
+    """160 MB of FP8 and 80 MB of experts of MXFP4 become 320 MB each; the experts are transposed."""
+    leaves = {
+        "a.weight": np.ones((20_000, 8_000), ml_dtypes.float8_e4m3fn),
+        "a.weight_scale_inv": np.full((157, 63), 2, np.float32),
+        "e_blocks": np.full((4, 4096, 300, 16), 0x22, np.uint8),
+        "e_scales": np.full((4, 4096, 300), 128, np.uint8),
+    }
+    safetensors.numpy.save_file(leaves, tmp_path / "model.safetensors")
+    memory, new = 400_000_000, tmp_path / "new"
+    command = [
+        sys.executable,
+        "-c",
+        _UNDER_A_LIMIT,
+        tmp_path / "model.safetensors",
+        new,
+        "safetensors",
+        memory,
+    ]
+    environment = os.environ | {"DEQUANT": "bf16"}
+    words = [str(word) for word in command]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= memory
+    with checkpoint.open(new) as view:
+        assert (view["a.weight"].shape, view["e"].shape) == ((20_000, 8_000), (4, 9600, 4096))
+        assert view["a.weight"][-1, -3:].tolist() == view["e"][3, -3:, 7].tolist() == [2, 2, 2]
+
+
+@pytest.mark.thorough
 def test_a_chunk_that_does_not_fit_is_refused_with_the_memory_it_needs(tmp_path):
     np.savez_compressed(tmp_path / "old.npz", w=np.zeros((300, 10**6), np.uint8))
     with pytest.raises(ValueError, match=r"a chunk of 300 MB has to be decoded whole; allow at least \d"):
@@ -390,6 +425,7 @@ convert(sys.argv[1], sys.argv[2], to=sys.argv[3], progress=slowly)
 """
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize("form", ["safetensors", "tensorstore", "npz"])
 @pytest.mark.sample(3)
@@ -596,6 +632,7 @@ assert verify(sys.argv[2]).ok and verify(sys.argv[3]).ok
 """
 
 
+@pytest.mark.thorough
 def test_hundreds_of_shards_need_few_descriptors(tmp_path):
     tree = {f"w{number}": np.full(50, number) for number in range(200)}
     save(tree, tmp_path / "old")

@@ -42,6 +42,7 @@ def array(dtype, shape):
     return np.random.default_rng(0).integers(0, 2, shape).astype(dtype)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_orbax_restores_every_dtype_bit_for_bit(tmp_path, dtype):
     tree = {"a": array(dtype, (3, 4)), "b": {"c": array(dtype, ()), "d": array(dtype, (0, 2))}}

@@ -129,6 +129,7 @@ FIELD_TREES = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("make", FIELD_TREES.values(), ids=FIELD_TREES)
 def test_states_and_modules_of_the_field_come_back(make):
     tree = make()
@@ -138,6 +139,7 @@ def test_states_and_modules_of_the_field_come_back(make):
     assert all(a is b for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(tree), strict=True))
 
 
+@pytest.mark.thorough
 def test_a_class_of_a_trusted_package_is_imported_when_needed():
     _, structure = flatten(optax.adam(0.1).init(jnp.ones(2)))
     code = (

@@ -322,6 +322,15 @@ def load_renamed(path, weights):
     return nbytes, found["head"] is like["head"]
 
 
+def load_dense(path, expected):
+    """Loads a quantised weight as numbers onto the devices of all processes; returns the bytes that this one read."""
+    before = Counted.nbytes
+    found = load(path, dequant="bf16", mesh=mesh(), rules=[("a", P("x"))])
+    for shard in found["a"]["weight"].addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])
+    return Counted.nbytes - before
+
+
 # ------------------------------------------------------------------------------------------- cancel
 
 

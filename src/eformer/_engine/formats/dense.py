@@ -17,6 +17,7 @@ from eformer._engine.record.dequantized import EXPONENTS, GROUP_BYTES, Blocks, D
 from eformer._engine.record.lazy_arrays import LeafReader, StoredLeaf
 from eformer._engine.record.names import readable
 from eformer._engine.record.text import few
+from eformer._engine.tasks.pool import gc_paused
 from eformer.errors import EformerError, FormatError, QuantizedError
 
 if TYPE_CHECKING:
@@ -112,9 +113,21 @@ def dense_tree(
     quantization: Quantization, dtype: str, reader_of: Callable[[TreeEntry], ManyReader]
 ) -> DenseTree:
     """Return the tree with its quantised weights as numbers. `reader_of` opens a tree of the checkpoint."""
-    tree = quantization.tree
-    leaves, problems = plan_dense(quantization)
+    with gc_paused():
+        leaves, problems = plan_dense(quantization)
     blocks = _with_shapes(leaves, reader_of)
+    with gc_paused():
+        return _dense_tree(quantization.tree, dtype, reader_of, leaves, blocks, problems)
+
+
+def _dense_tree(
+    tree: TreeEntry,
+    dtype: str,
+    reader_of: Callable[[TreeEntry], ManyReader],
+    leaves: Mapping[str, DenseLeaf],
+    blocks: Mapping[str, Blocks],
+    problems: Mapping[str, str],
+) -> DenseTree:
     taken = {id(beside.entry) for leaf in leaves.values() for beside in _beside(leaf)}
     left_out = dict.fromkeys(_of_activations(tree) if leaves else ())
     arrays: dict[str, LazyArray] = {}
@@ -194,7 +207,7 @@ def refuse_raw(quantization: Quantization, path: str, names: Collection[str]) ->
     )
     raise QuantizedError(
         f"{path} is quantised: {quantization.how}, {weights}{with_scale} ({shown}). Read raw, the weights would be "
-        f"wrong. {way[:1].upper()}{way[1:]}"
+        f"wrong. {way}"
     )
 
 

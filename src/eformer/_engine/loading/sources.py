@@ -27,7 +27,6 @@ from eformer._engine.formats.quantized import dense_name, dtype_of_dequant, quan
 from eformer._engine.loading.contents import (
     NO_FACTS,
     NOTHING,
-    ModelFacts,
     below,
     named_like,
     renamed,
@@ -45,6 +44,7 @@ from eformer._engine.record.dtypes import dtype_from_name, is_floating, raw_piec
 from eformer._engine.record.lazy_arrays import Rearranged, shared_in, stored_leaves
 from eformer._engine.record.names import BARE_LEAF, readable, refuse_root, resolve
 from eformer._engine.record.pieces import bounding, pieces
+from eformer._engine.record.stages import ModelFacts
 from eformer._engine.record.text import few
 from eformer._engine.tasks.forks import Lock
 from eformer._engine.tasks.pool import run_all
@@ -62,7 +62,8 @@ if TYPE_CHECKING:
     from eformer._engine.loading.select import LeafTarget
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
     from eformer._engine.record.planned import LazyArray
-    from eformer._engine.record.rename import Renamed, RenamingRules
+    from eformer._engine.record.rename import RenamingRules
+    from eformer._engine.record.stages import Renamed
     from eformer._engine.stores.base import Files, Store
     from eformer._engine.tasks.progress import Meter
 
@@ -90,7 +91,7 @@ class LoadSource:
     readers    read stored leaves for the leaves that rules and scales compute
     dropped    names of leaves that rules drop, or that a dense model does not have
     targets    the leaves that the load takes from this checkpoint
-    quantized  how the tree is quantised; None if it is not, or if nobody has looked
+    quantized  how the tree is quantised; None if it is not, or before `look_for_quantized`
     numbers    the tree with its quantised weights as numbers, if the load reads it so
     facts      facts about the model, for the rules
     """
@@ -102,6 +103,7 @@ class LoadSource:
     dropped: Sequence[str] = ()
     targets: list[LeafTarget] = field(default_factory=list)
     quantized: Quantization | None = None
+    has_looked: bool = False
     numbers: DenseTree | None = None
     facts: ModelFacts = NO_FACTS
 
@@ -256,10 +258,13 @@ def _parts_of(name: str, source: LoadSource) -> str:
 
 def look_for_quantized(source: LoadSource, request: Request) -> None:
     """Find out how the tree is quantised. Leaves that eformer saved count only if `dequant` asks for numbers."""
+    if source.has_looked:
+        return
+    source.has_looked = True
     find_quantized = source.found.foreign.find_quantized
     if find_quantized is None and request.dequant:
         find_quantized = partial(quantization_of, source.found.store)
-    if find_quantized is not None and source.quantized is None and request.dequant is not False:
+    if find_quantized is not None:
         with reading(source.found):
             source.quantized = find_quantized(source.entry)
 
@@ -271,16 +276,26 @@ def read_as_numbers(source: LoadSource, request: Request, like: Leaves | None) -
     look_for_quantized(source, request)
     if (found := source.quantized) is None:
         return
-    wanted, dtypes = dtype_of_dequant(request.dequant), None
+    wanted = dtype_of_dequant(request.dequant)
     with reading(source.found):
-        tree = dense_tree(found, wanted or "float32", source.readers.of)
-        if wanted is None:
-            dtypes = None if tree.problems else _dtypes_in(like or {}, source, tree, request)
-            if dtypes is None:
-                return
-            tree = tree.cast(dtypes)
+        if wanted is not None:
+            tree = dense_tree(found, wanted, source.readers.of)
+        elif (chosen := _as_in(like or {}, source, found, request)) is not None:
+            tree = chosen
+        else:
+            return
     source.numbers, source.dropped = tree, tree.left_out
     source.contents = with_numbers(source.contents, tree)
+
+
+def _as_in(like: Leaves, source: LoadSource, quantized: Quantization, request: Request) -> DenseTree | None:
+    """Return the dense tree in the dtypes of `like`; None if `like` does not have its weights as floating arrays."""
+    try:
+        tree = dense_tree(quantized, "float32", source.readers.of)
+    except FormatError:  # damage is an error if somebody asks for numbers
+        return None
+    dtypes = None if tree.problems else _dtypes_in(like, source, tree, request)
+    return None if dtypes is None else tree.cast(dtypes)
 
 
 def _dtypes_in(like: Leaves, source: LoadSource, tree: DenseTree, request: Request) -> dict[str, str] | None:

@@ -32,8 +32,8 @@ GROUP_BYTES = 16  # of the last axis of a leaf that is stored in groups
 
 _PER_ELEMENT: dict[Codes, int] = {"float8": 1, "fp4": 2, "int4": 8, "int8": 4}
 _NO_NUMBER = 255  # as an exponent
-_CHUNK = 2**16  # stored elements at a time, so that their indexes stay in the processor's cache
-_MANY = 2**11  # elements with one scale, from which a table of their products is worth its time
+_CHUNK = 2**16  # bytes at a time, so that their indexes stay in the processor's cache
+_MANY = 2**11  # bytes with one scale, from which a table of their products is worth its time
 _WORDS = {
     1: "uint8",
     2: "uint16",
@@ -116,11 +116,11 @@ class Dequantized(LazyArray):
         if not box.size:
             return np.empty(shape, self.dtype)
         box = Box(blocks.exchanged(box.start), blocks.exchanged(box.stop))
-        codes, first = self._codes(box)
-        numbers = _multiply(codes, first, box, blocks, self._scales(box), self.dtype)
+        stored, first = self._stored(box)
+        numbers = _multiply(stored, first, box, blocks, self._scales(box), self.dtype)
         return numbers.swapaxes(-1, -2) if blocks.is_transposed else numbers
 
-    def _codes(self, box: Box) -> tuple[Array, int]:
+    def _stored(self, box: Box) -> tuple[Array, int]:
         """Read the stored elements of a box. Return them, and the place of their first number along the last axis."""
         is_grouped = self.blocks.is_grouped
         unit = self.blocks.per_element * (GROUP_BYTES if is_grouped else 1)
@@ -204,108 +204,152 @@ def _byte_scales(dtype: str, factor: float, divides: bool) -> Array:
 
 @lru_cache(16)
 def _byte_numbers(codes: Codes, dtype: np.dtype[Any]) -> Array:
-    """Return the numbers of every byte: one of FP8, or two of FP4, the lower half first."""
+    """Return the numbers of every byte: one, or two of 4 bits, the lower half first."""
     every = np.arange(256, dtype=np.uint8)
-    is_fp4 = codes == "fp4"
-    stored = unpack_nibbles(every).view(ml_dtypes.float4_e2m1fn) if is_fp4 else every.view(dtype)
-    return np.asarray(stored, np.float32).reshape(256, -1)
+    if codes == "float8":
+        numbers = every.view(dtype).astype(np.float32)
+    elif codes == "fp4":
+        numbers = unpack_nibbles(every).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    else:
+        fields = unpack_nibbles(every) if codes == "int4" else every
+        numbers = fields.astype(np.float32) - np.float32(8 if codes == "int4" else 128)
+    return np.asarray(numbers.reshape(256, -1))
 
 
 # ------------------------------------------------------------------------------------------- products
 
 
 def _multiply(
-    codes: Array, first: int, box: Box, blocks: Blocks, scales: _Scales, dtype: np.dtype[Any]
+    stored: Array, first: int, box: Box, blocks: Blocks, scales: _Scales, dtype: np.dtype[Any]
 ) -> Array:
-    """Return the numbers of a box. `first` is the place of the first number in `codes` along the last axis."""
+    """Return the numbers of a box, whose axes are in stored order. `first` is the place of the first number in `stored`
+    along the last axis."""
+    numbers_of = _byte_numbers(blocks.codes, stored.dtype)
+    codes, per_byte = stored.view(np.uint8), numbers_of.shape[1]
     height, width = (1, *blocks.block)[-2:]
     top, left = (0, *box.start)[-2:]
     *around, many, _ = (1, 1, *box.shape)
     grid = (1, 1, *scales.stored.shape)
     grids = np.broadcast_to(scales.stored.reshape(grid), (*grid[:2], *around[2:], *grid[-2:]))
-    # Numbers before the box, which share a stored element with its first number, take the same scale.
-    places = np.maximum(np.arange(codes.shape[-1]) * blocks.per_element + first, left)
-    columns, rows = places // width - left // width, np.arange(top, top + many) // height - top // height
+    # Numbers around the box, which share a stored element with its first or last number, take the same scale.
+    places = np.clip(np.arange(codes.shape[-1]) * per_byte + first, left, box.stop[-1] - 1)
+    runs = _Runs.of(places // width - left // width)
+    rows = np.arange(top, top + many) // height - top // height
     matrices = codes.reshape(-1, many, codes.shape[-1])
-    numbers = np.empty((*matrices.shape, blocks.per_element), dtype)
-    for matrix, stored, result in zip(matrices, grids.reshape(-1, *grid[-2:]), numbers, strict=True):
-        _multiply_matrix(matrix, scales._replace(stored=stored), rows, columns, blocks, result)
-    numbers = numbers.reshape(*box.shape[:-1], -1)
-    return numbers[..., left - first : left - first + box.shape[-1]]
+    numbers = _empty(
+        (len(matrices), many, codes.shape[-1] * per_byte), dtype, is_transposed=blocks.is_transposed
+    )
+    for matrix, part, result in zip(matrices, grids.reshape(-1, *grid[-2:]), numbers, strict=True):
+        _multiply_matrix(matrix, numbers_of, scales._replace(stored=part), rows, runs, blocks.codes, result)
+    inside = numbers[..., left - first : left - first + box.shape[-1]]
+    return inside.reshape(box.shape) if len(box.shape) != 3 else inside
+
+
+def _empty(shape: tuple[int, int, int], dtype: np.dtype[Any], *, is_transposed: bool) -> Array:
+    """Return memory for matrices. Transposed, the columns of each lie together."""
+    count, rows, columns = shape
+    return np.empty((count, columns, rows), dtype).swapaxes(1, 2) if is_transposed else np.empty(shape, dtype)
+
+
+class _Runs(NamedTuple):
+    """Bytes of a row with one scale, run by run: the lengths of the first run and of all others but the last."""
+
+    head: int
+    width: int
+
+    @classmethod
+    def of(cls, columns: Array) -> _Runs:
+        """Find the runs of equal numbers, which begin at 0 and rise by one."""
+        head, second = np.searchsorted(columns, (1, 2))
+        return cls(int(head), max(1, int(second - head)))
+
+    def spread(self, operation: np.ufunc, codes: Array, values: Array, out: Array) -> None:
+        """Fill `out` with an operation of each column of `codes` and the column of `values` of its run."""
+        head, width = self
+        operation(codes[:, :head], values[:, :1], out=out[:, :head])
+        whole = (codes.shape[1] - head) // width
+        stop = head + whole * width
+        if whole:
+            shape = (-1, whole, width)
+            middle = values[:, 1 : 1 + whole, None]
+            parts = [array[:, head:stop].reshape(shape) for array in (codes, out)]
+            operation(parts[0], middle, out=parts[1])
+        if stop < codes.shape[1]:
+            operation(codes[:, stop:], values[:, -1:], out=out[:, stop:])
 
 
 def _multiply_matrix(
-    codes: Array, scales: _Scales, rows: Array, columns: Array, blocks: Blocks, result: Array
+    codes: Array, numbers: Array, scales: _Scales, rows: Array, runs: _Runs, kind: Codes, result: Array
 ) -> None:
-    """Fill `result` with the products of the rows of a matrix. `rows` and `columns` number the scales."""
-    is_bytes = codes.dtype.itemsize == 1
-    width = codes.shape[1] // scales.stored.shape[1]
-    if is_bytes and scales.are_bytes and codes.size >= _CHUNK:
-        table = _all_products(blocks.codes, codes.dtype, *scales[1:], result.dtype)
-        _look_up(codes, table, scales.stored.view(np.uint8), rows, columns, result)
-    elif is_bytes and width * len(rows) // (rows[-1] + 1) >= _MANY:
-        numbers = _byte_numbers(blocks.codes, codes.dtype)
-        for number, floats in enumerate(scales.floats()):
-            some = slice(*np.searchsorted(rows, (number, number + 1)))
-            table = _products(numbers, floats, result.dtype)
-            tables = np.arange(len(floats))[None]
-            _look_up(codes[some], table, tables, np.zeros_like(rows[some]), columns, result[some])
+    """Fill `result` with the products of the rows of a matrix. `rows` numbers the scales of each row."""
+    if scales.are_bytes and codes.size >= _CHUNK:
+        table = _all_products(kind, numbers.tobytes(), *scales[1:], result.dtype)
+        starts = scales.stored.view(np.uint8).astype(np.intp) * 256
+        _look_up(codes, table, starts, rows, runs, result)
+    elif codes.size // scales.stored.size >= _MANY:
+        floats = scales.floats()
+        step = max(1, _CHUNK * len(floats) // codes.size)  # rows of scales with one table
+        for first in range(0, len(floats), step):
+            some = slice(*np.searchsorted(rows, (first, first + step)))
+            part = floats[first : first + step]
+            table = _products(numbers, part.reshape(-1), result.dtype)
+            starts = np.arange(part.size).reshape(part.shape) * 256
+            _look_up(codes[some], table, starts, rows[some] - first, runs, result[some])
     else:
-        _multiply_directly(codes, scales.floats(), rows, columns, blocks, result)
+        _multiply_directly(codes, numbers, scales.floats(), rows, runs, result)
 
 
 @lru_cache(8)
 def _all_products(
-    codes: Codes, of: np.dtype[Any], scales: str, factor: float, divides: bool, dtype: np.dtype[Any]
+    kind: Codes, numbers: bytes, scales: str, factor: float, divides: bool, dtype: np.dtype[Any]
 ) -> Array:
     """Return the products of every scale of one byte and every stored byte."""
-    return _products(_byte_numbers(codes, of), _byte_scales(scales, factor, divides), dtype)
+    del kind
+    of_bytes = np.frombuffer(numbers, np.float32).reshape(256, -1)
+    return _products(of_bytes, _byte_scales(scales, factor, divides), dtype)
 
 
 def _products(numbers: Array, scales: Array, dtype: np.dtype[Any]) -> Array:
     """Return the products of scales and the numbers of all bytes, as one word for each byte."""
     with np.errstate(all="ignore"):
         products = (numbers * scales[:, None, None]).astype(dtype)
-    return products.reshape(-1).view(_word(products))
+    return products.reshape(-1).view(_WORDS[dtype.itemsize * numbers.shape[1]])
 
 
-def _word(numbers: Array) -> str:
-    """Return the dtype that has the numbers of one stored element, which are on the last axis."""
-    return _WORDS[numbers.dtype.itemsize * numbers.shape[-1]]
-
-
-def _look_up(codes: Array, table: Array, scales: Array, rows: Array, columns: Array, result: Array) -> None:
-    """Fill `result` from a table of products with 256 words for each scale."""
-    codes = codes.view(np.uint8)
-    starts = scales.astype(np.intp) * 256
-    found = result.view(_word(result))[..., 0]
-    is_one_row = len(starts) == 1
-    before = starts[:, columns] if is_one_row else None
+def _look_up(codes: Array, table: Array, starts: Array, rows: Array, runs: _Runs, result: Array) -> None:
+    """Fill `result` from a table of products: a word for each byte, from the start of its scale."""
+    index: Array = np.empty((_rows_at_once(codes), codes.shape[1]), np.intp)
     for some in _chunks(codes):
-        index = (starts[rows[some]][:, columns] if before is None else before) + codes[some]
-        np.take(table, index, out=found[some], mode="clip")  # other modes would copy the result
+        part, into = codes[some], result[some]
+        places = index[: len(part)]
+        runs.spread(np.add, part, starts[rows[some]] if len(starts) > 1 else starts, places)
+        if into.flags.c_contiguous:
+            np.take(
+                table, places, out=into.view(table.dtype), mode="clip"
+            )  # other modes would copy the result
+        else:
+            into[...] = table.take(places, mode="clip").view(result.dtype)
 
 
 def _multiply_directly(
-    codes: Array, scales: Array, rows: Array, columns: Array, blocks: Blocks, result: Array
+    codes: Array, numbers: Array, scales: Array, rows: Array, runs: _Runs, result: Array
 ) -> None:
+    """Fill `result` with the products of the rows of a matrix, without a table."""
+    per_byte = numbers.shape[1]
+    words = numbers.reshape(-1).view(_WORDS[4 * per_byte])
+    in_numbers = _Runs(runs.head * per_byte, runs.width * per_byte)
     for some in _chunks(codes):
-        factors = scales[rows[some]][:, columns, None]
+        floats = words.take(codes[some], mode="clip").view(np.float32)
         with np.errstate(all="ignore"):
-            result[some] = (_unpacked(codes[some], blocks) * factors).astype(result.dtype)
+            in_numbers.spread(np.multiply, floats, scales[rows[some]], floats)
+            result[some] = floats.astype(result.dtype)
 
 
-def _unpacked(codes: Array, blocks: Blocks) -> Array:
-    """Return the numbers of stored elements as float32, with an axis for the numbers of one element."""
-    if codes.dtype.itemsize == 1:
-        return _byte_numbers(blocks.codes, codes.dtype)[codes.view(np.uint8)]
-    bits = 32 // blocks.per_element
-    shifts = np.arange(blocks.per_element, dtype=np.uint32) * np.uint32(bits)
-    fields = (codes.view(np.uint32)[..., None] >> shifts) & np.uint32(2**bits - 1)
-    return fields.astype(np.float32) - np.float32(2 ** (bits - 1))
+def _rows_at_once(codes: Array) -> int:
+    return int(min(len(codes), max(1, _CHUNK // max(1, codes.shape[1]))))
 
 
 def _chunks(codes: Array) -> Iterator[slice]:
     """Cut the rows of a matrix so that the indexes of a part stay in the processor's cache."""
-    rows = max(1, _CHUNK // max(1, codes.shape[1]))
+    rows = _rows_at_once(codes)
     return (slice(start, start + rows) for start in range(0, len(codes), rows))

@@ -36,7 +36,7 @@ from eformer._engine.stores.local import LocalStore, appearing, on_disk
 from eformer._engine.stores.locate import store_at
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tasks.memory import resident_bytes
-from eformer._engine.tasks.pool import default_threads
+from eformer._engine.tasks.pool import default_threads, gc_paused
 from eformer._engine.tasks.progress import metered
 from eformer._engine.tasks.turns import turns
 from eformer._engine.tools import sequential_writers
@@ -155,7 +155,8 @@ def convert(
         model = None if target == "peft" else settings
         model = model_config(found.store) if rules and model is None else model
         choice = LeafChoice(root, rules, names, model)
-        trees = {name: plan_tree(view, choice, dtype, target) for name, view in views.items()}
+        with gc_paused():
+            trees = {name: plan_tree(view, choice, dtype, target) for name, view in views.items()}
         if dequant is not False:
             _require_numbers(found, trees.values())
         _check(trees, target, place.name, max_shard_bytes)

@@ -76,6 +76,7 @@ def test_names_that_read_the_same_keep_their_escapes(tmp_path):
     assert_same(load(tmp_path), tree)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("key", HOSTILE, ids=repr)
 def test_hostile_keys_come_back_and_no_reader_stumbles(tmp_path, key):
     tree = {key: np.ones(1), "w": np.ones(2), "__metadata__": np.ones(3), "w%[0:1]": np.ones(4)}
