@@ -13,7 +13,9 @@ from support.tiny_models import MODELS, config_of
 from support.tunix_models import MODELS as NAMES
 from support.tunix_models import model_for
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Tunix, for names of old versions of JAX
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # of Tunix, for names of old versions of JAX
 
 TOKENS = np.arange(3, 15)[None]  # more than a window of the models with windows
 

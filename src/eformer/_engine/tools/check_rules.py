@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from eformer._engine.formats.model_config import ModelConfig
     from eformer._engine.formats.run_steps import StepChoice
     from eformer._engine.record.planned import LazyArray
-    from eformer._engine.record.rename import Renamed, RenamingRules
+    from eformer._engine.record.rename import RenamingRules
+    from eformer._engine.record.stages import Renamed
 
 _MOST_LINES = 20  # of one kind of problem
 
