@@ -82,7 +82,8 @@ class Renamed:
             f"{tied.name} is not the embedding, {tied.other} (max difference {difference:.2g}); set "
             "tie_word_embeddings to false in config="
             for tied in self.tied
-            if tied.other in self.arrays and (difference := largest_difference(tied.array, self.arrays[tied.other]))
+            if tied.other in self.arrays
+            and (difference := largest_difference(tied.array, self.arrays[tied.other]))
         ]
         if problems:
             raise MismatchError(problems, context="rename")
