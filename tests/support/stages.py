@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import safetensors.numpy
 from jax.sharding import PartitionSpec as P
@@ -98,6 +99,18 @@ def named_as_llama(path: str) -> None:
         Path(path, name).write_text("{}")
 
 
+def quantized(path: str) -> None:
+    """Write a weight in FP8 with the scale of its block."""
+    leaves = {
+        "up.weight": np.ones((2, 4), ml_dtypes.float8_e4m3fn),
+        "up.weight_scale_inv": np.full((1, 1), 0.5, np.float32),
+    }
+    Path(path).mkdir(parents=True)
+    safetensors.numpy.save_file(leaves, Path(path, "model.safetensors"))
+    method = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    Path(path, "config.json").write_text(json.dumps({"quantization_config": method}))
+
+
 def same_as_llama(after: dict[str, Any]) -> bool:
     """Tell whether both ways back lead to the leaves of the model, bit for bit."""
     both = [checkpoint.diff("models/llama", path) for path in ("again", "for-hf")]
@@ -154,6 +167,7 @@ def _loops() -> dict[str, Any]:
 @stage("docs/guides/from-hugging-face.md")
 def _hugging_face() -> dict[str, Any]:
     named_as_llama("models/llama")  # in the home directory, which is this one
+    quantized("models/fp8")
     return {}
 
 

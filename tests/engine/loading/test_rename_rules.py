@@ -83,7 +83,7 @@ def test_back_and_config_need_rules(model):
     for call in (load, open_view):
         with pytest.raises(ValueError, match="back= and config= are for the rules of rename="):
             call(model, back=True)
-    with pytest.raises(ValueError, match="back=True is for the rules of rename="):
+    with pytest.raises(ValueError, match="has no recorded rules that back=True could read"):
         convert(model, model / "x.npz", back=True)
 
 
