@@ -96,6 +96,11 @@ class RenamingRules:
         return stages[::-1] if self.back else stages
 
     @property
+    def have_book(self) -> bool:
+        """Tell whether a shipped book is among the texts."""
+        return any(isinstance(text, BookName) or text.book for text in self.texts)
+
+    @property
     def books(self) -> list[Book]:
         return [text.book for text in self.texts if isinstance(text, RuleText) and text.book]
 

@@ -139,8 +139,8 @@ def convert(
     card             for to="hf": write README.md
     progress         True for a progress bar, or a function of the bytes done and the total
     dequant          a floating dtype, such as "bf16": converts the weights of a quantised model to numbers of this
-                     dtype, see `docs/guides/from-hugging-face.md`. False converts its leaves as they are stored; None
-                     raises a `QuantizedError` for such a model
+                     dtype, see `docs/guides/from-hugging-face.md`. False converts its leaves as they are stored. None
+                     takes the dtype of the configuration if `rename` is a book, and otherwise raises a `QuantizedError`
 
     Example:
 
@@ -200,6 +200,9 @@ def convert_opened(
         numbers = None if target == "peft" else settings
         settled = _settle_rules(rename, back, found, views, model, numbers, target)
         rules = settled.rules if settled else None
+        if dequant is None and settled and found.foreign.find_quantized and settled.dtype_of_numbers:
+            for view in views.values():
+                view.read_as_numbers(settled.dtype_of_numbers)
         choice = LeafChoice(root, rules, names, *_facts_for_rules(settled, model, target))
         cast = None if target == "hf" else dtype  # an export gives each tensor the dtype that `like` has
         with gc_paused():
