@@ -373,7 +373,7 @@ def dequantized_names(sources: Sequence[LoadSource]) -> dict[str, str]:
     """Return the dtypes of the loaded leaves that were read as numbers from quantised weights."""
     found = {}
     for source in sources:
-        computed = source.contents.computed if source.numbers else {}
+        computed = source.contents.computed
         for target in source.targets:
             if target.name in computed and dequantized_in(computed[target.name]):
                 found[target.name] = computed[target.name].dtype.name

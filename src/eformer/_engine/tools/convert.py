@@ -24,6 +24,7 @@ from eformer._engine.formats.quantized import dtype_of_dequant
 from eformer._engine.formats.run_steps import path_of_step
 from eformer._engine.formats.safetensors.names import SUFFIX, refuse_other_suffix
 from eformer._engine.processes.hosts import Hosts
+from eformer._engine.record.dequantized import undequantized
 from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.options import SaveOptions
 from eformer._engine.record.origin import config_in
@@ -354,7 +355,7 @@ def _require_numbers(found: Found, trees: Iterable[ConvertedTree]) -> None:
     find_quantized = found.foreign.find_quantized
     for tree in trees:
         arrays = (array for source in tree.sources for _, array in source.parts)
-        taken = {leaf.name for array in arrays for leaf in stored_leaves(array)}
+        taken = {leaf.name for array in arrays for leaf in undequantized(array)}
         if tree.view.has_numbers:
             tree.view.refuse_problems(taken)
         elif find_quantized and (quantization := find_quantized(tree.view.tree)):
