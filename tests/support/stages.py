@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import safetensors.numpy
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from eformer import checkpoint
 from support.pages import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 SAMPLES = ROOT / "tests" / "compat"
 LLAMA_RULES = r"""
@@ -48,7 +49,7 @@ HOLDS: dict[str, Callable[[dict[str, Any]], bool]] = {
         after["run"].step == round(float(after["model"].layers[0].bias[0])) == 80
     ),
     "docs/guides/from-flax.md": lambda after: after["state"]["step"] == after["state"]["w"][0, 0] == 80,
-    "docs/guides/from-hugging-face.md": lambda after: same_as_llama(after),
+    "docs/guides/hugging-face-and-back.md": lambda after: all_went_back(after),
     "docs/guides/from-orbax.md": lambda after: after["state"]["step"] == after["state"]["w"][0, 0] == 80,
     "docs/guides/to-hugging-face.md": lambda after: same_as_qwen(),
     "docs/guides/from-safetensors.md": lambda after: after["params"]["layer.bias"][0] == 80,
@@ -111,16 +112,9 @@ def quantized(path: str) -> None:
     Path(path, "config.json").write_text(json.dumps({"quantization_config": method}))
 
 
-def same_as_llama(after: dict[str, Any]) -> bool:
-    """Tell whether both ways back lead to the leaves of the model, bit for bit."""
-    both = [checkpoint.diff("models/llama", path) for path in ("again", "for-hf")]
-    on_devices = after["params"]["layers"]["self_attn"]["q_proj"].sharding.spec
-    return all(one.same for one in both) and on_devices == P(None, None, "model")
-
-
 def same_as_qwen() -> bool:
     """Tell whether every way back leads to the leaves of the model, bit for bit."""
-    paths = ("for-hf", "tuned-params", "plain")
+    paths = ("for-hf", "plain")
     same = all(checkpoint.diff("models/qwen3", path).same for path in paths)
     return same and Path("for-hf", "tokenizer_config.json").exists() and Path("tuned", "config.json").exists()
 
@@ -166,13 +160,65 @@ def _loops() -> dict[str, Any]:
 
 @stage("docs/guides/from-hugging-face.md")
 def _hugging_face() -> dict[str, Any]:
-    named_as_llama("models/llama")  # in the home directory, which is this one
-    quantized("models/fp8")
+    quantized("models/fp8")  # in the home directory, which is this one
     return {}
 
 
-def _tiny_model(name: str) -> None:
-    shutil.copytree(ROOT / "tests" / "rules" / "models" / name, f"hf/{name}")
+@stage("docs/guides/hugging-face-and-back.md")
+def _hugging_face_and_back() -> dict[str, Any]:
+    _tiny_model("qwen3", "models/qwen3")
+    shapes = checkpoint.rules("tunix").check("models/qwen3").leaves
+    return {
+        "train_step": lambda params: params,
+        "make_model": lambda: module_of(shapes),
+        "init_params": own_params,
+        "train_adapters": lambda adapters, params: jax.tree.map(lambda leaf: leaf + 0.5, adapters),
+    }
+
+
+def own_params() -> dict[str, Any]:
+    """Return the parameters of a model of Qwen3 that somebody has written."""
+    shapes = {"norm_q": (6,), "norm_k": (6,), "q": (8, 4, 6), "k": (8, 2, 6), "v": (8, 2, 6), "o": (4, 6, 8)}
+    shapes |= {"gate": (8, 13), "up": (8, 13), "down": (13, 8), "norm_1": (8,), "norm_2": (8,)}
+    whole = {"embed": (37, 8), "norm": (8,), "head": (8, 37)}
+    layers = {name: jnp.zeros((3, *shape), jnp.bfloat16) for name, shape in shapes.items()}
+    return {"layers": layers, **{name: jnp.zeros(shape, jnp.bfloat16) for name, shape in whole.items()}}
+
+
+def module_of(shapes: Mapping[str, tuple[int, ...]]) -> nnx.Module:
+    """Return a module of NNX whose parameters have these names and shapes."""
+    top = nnx.Module()
+    for name, shape in shapes.items():
+        *outer, last = name.split(".")
+        module: Any = top
+        for part, after in zip(outer, [*outer[1:], last], strict=True):
+            module = _inside(module, part, is_list=after.isdigit())
+        setattr(module, last, nnx.Param(jnp.zeros(shape, jnp.float32)))
+    return top
+
+
+def _inside(module: Any, part: str, *, is_list: bool) -> Any:
+    """Return a part of a module, which is made if it is missing."""
+    if part.isdigit():
+        module.extend(nnx.Module() for _ in range(len(module), int(part) + 1))
+        return module[int(part)]
+    if not hasattr(module, part):
+        setattr(module, part, nnx.List([]) if is_list else nnx.Module())
+    return getattr(module, part)
+
+
+def all_went_back(after: dict[str, Any]) -> bool:
+    """Tell whether every way back leads to the leaves of the model, bit for bit, and adapters have changed two."""
+    same = all(checkpoint.diff("models/qwen3", f"from-{way}").same for way in ("maxtext", "tunix", "mine"))
+    changed = {leaf.name.split(".")[-2] for leaf in checkpoint.diff("models/qwen3", "merged").changed}
+    shared = jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), after["again"], after["adapters"]))
+    return (
+        same and changed == {"q_proj", "v_proj"} and shared and Path("for-peft/adapter_config.json").exists()
+    )
+
+
+def _tiny_model(name: str, path: str = "") -> None:
+    shutil.copytree(ROOT / "tests" / "rules" / "models" / name, path or f"hf/{name}")
 
 
 @stage("docs/guides/rule-book.md")
@@ -218,9 +264,12 @@ def _partial_loads() -> dict[str, Any]:
 
 @stage("docs/guides/to-hugging-face.md")
 def _to_hugging_face() -> dict[str, Any]:
-    shutil.copytree(ROOT / "tests" / "rules" / "models" / "qwen3", "models/qwen3")
+    _tiny_model("qwen3", "models/qwen3")
     Path("models/qwen3/tokenizer_config.json").write_text("{}")
-    return {"train_step": lambda params: params}
+    params, report = checkpoint.load("models/qwen3", rename="maxtext", return_report=True)
+    with checkpoint.Run("run", every=100, origin=report.origin) as run:
+        run.after(100, {"params": params})
+    return {}
 
 
 @stage("docs/guides/peft.md")
