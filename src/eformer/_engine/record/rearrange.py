@@ -439,8 +439,8 @@ class Assembly:
             chosen = {axis: target.bound[axis] for axis in ready.pairs[number].chosen}
             sources = {index: member.array for index, member in members.items()}
             parts.append(SourceBlock(plan.layouts[number], sources, chosen))
-        if len(parts) == 1 and parts[0].is_all:
-            return target.first.array
+        if len(parts) == 1 and parts[0].is_all and target.first.array.shape == plan.shape:
+            return target.first.array  # a first block has the places of the whole
         return Rearranged(parts, plan.shape)
 
     def _planned(self, name: str, target: Target) -> Plan:
