@@ -7,6 +7,7 @@ import pydoc
 import re
 import subprocess
 import sys
+import textwrap
 from rlcompleter import Completer
 
 import pytest
@@ -257,6 +258,13 @@ def test_tab_completes_the_public_names_and_no_others(module):
     found = {match.removeprefix("module.").rstrip("()") for match in completer.matches}
     assert found == {name for name in module.__all__ if not name.startswith("_")}
     assert sorted(dir(module)) == sorted(module.__all__)
+
+
+@pytest.mark.parametrize("name", ["load", "save", "convert", "export", "open"])
+def test_the_help_of_a_call_fits_on_two_screens(name):
+    lines = pydoc.plain(pydoc.render_doc(getattr(eformer.checkpoint, name))).splitlines()
+    shown = [part for line in lines for part in textwrap.wrap(line, 110) or [""]]
+    assert len(shown) <= 100
 
 
 def test_help_begins_with_the_public_names_and_lists_them_with_their_docstrings():

@@ -272,7 +272,7 @@ def _empty(shape: tuple[int, int, int], dtype: np.dtype[Any], *, is_transposed: 
 
 
 class _Runs(NamedTuple):
-    """Bytes of a row with one scale, run by run: the lengths of the first run and of all others but the last."""
+    """Bytes of a row with one scale, run by run: the lengths of the first run, and of runs between it and the last."""
 
     head: int
     width: int

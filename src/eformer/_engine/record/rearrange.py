@@ -250,7 +250,7 @@ class Assembly:
 
     @staticmethod
     def _chosen(pair: Pair, bound: Bound, sizes: Sizes) -> Iterator[Bound]:
-        """Yield what is bound, with each of the indices that a target is chosen by."""
+        """Yield the bound indices, with each index by which a target is chosen."""
         if not pair.chosen:
             yield bound
             return

@@ -195,7 +195,7 @@ class StageRenaming:
     # -------------------------------------------------------------------------------------- leaves
 
     def apply(self, arrays: Mapping[str, LazyArray], plain: Iterable[str]) -> Renamed:
-        self.arrays = arrays  # to look for leaves that others stand for
+        self.arrays = arrays  # to look for leaves in whose place other leaves are read
         scales = self.scales_in(arrays)
         for name, array in arrays.items():
             if name not in scales:
