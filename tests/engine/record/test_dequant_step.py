@@ -94,6 +94,7 @@ def test_other_quantised_weights_are_numbers_by_their_names(model):
         ("[d/3 h]", (2, 3)),
         ("[h k/2]", (3, 2)),
         ("[(k/2 h) 1]", (6, 1)),
+        ("[(h/2 k)]", (6,)),
     ],
 )
 def test_every_box_is_the_same_as_of_the_whole(axes, grid):
@@ -111,6 +112,7 @@ def test_every_box_is_the_same_as_of_the_whole(axes, grid):
         "[d/3 h]": (index["d"], index["h"]),
         "[h k/2]": (index["h"], index["k"]),
         "[(k/2 h) 1]": (index["k"] * 3 + index["h"], 0),
+        "[(h/2 k)]": (index["h"] // 2 * 3 + np.arange(3)[None, :, None],),
     }[axes]
     expected = q.astype(np.float32).reshape(3, 3, 4) * s[places]
     made = renamed({"w": q, "s": s}, f"h = 3\nw [(h k) d] -> w [h k d] | dequant s {axes}")["w"]
