@@ -104,6 +104,7 @@ def test_a_number_has_a_name():
         ("a <-> b | pad d 4", "pad needs brackets"),
         ("a.{l} -> | scale 2", "a rule without a new name leaves the leaf out, and can have no steps"),
         ("<-> b | fill 1", "a constant leaf has nothing on the left, and axes and fill on the right"),
+        ("-> b [d] | fill 1 | scale 2", "fill is the first step, and only cast can follow it"),
         ("a [d] <-> b [d] | fill 1", "a constant leaf has nothing on the left"),
         ("<-> b [d]", "a constant leaf has nothing on the left"),
         ("<->", "a rule without a new name leaves the leaf out"),

@@ -410,6 +410,8 @@ def _check(rule: AxisRule) -> None:
     if bool(fills) == bool(rule.left) or any(leaf.axes is None for leaf in rule.right if fills):
         raise FormatError("a constant leaf has nothing on the left, and axes and fill on the right")
     if fills:
+        if [step.verb for step in rule.steps] not in (["fill"], ["fill", "cast"]):
+            raise FormatError("fill is the first step, and only cast can follow it")
         return
     _check_brackets(rule)
     left, right = blocks_of(rule.left), blocks_of(rule.right)

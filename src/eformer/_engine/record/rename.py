@@ -311,7 +311,8 @@ def _set_dtypes(renamed: Renamed, known: ModelFacts) -> None:
     for name, array in renamed.arrays.items():
         is_changed = array.is_changed
         wanted = known.dtypes.get(name) or default
-        if not wanted or not (is_changed or known.back) or not is_floating(name_of_dtype(array.dtype)):
+        is_settled = not (is_changed or known.back) or (array.keeps_dtype and not known.back)
+        if not wanted or is_settled or not is_floating(name_of_dtype(array.dtype)):
             continue
         dtype = dtype_from_name(floating_dtype(wanted)) if is_floating(wanted) else array.dtype
         if dtype != array.dtype:
