@@ -7,6 +7,7 @@ import pytest
 from eformer._engine.record.rename import parse_rules, rules_from
 from eformer._engine.record.rule_books import book_names, books, find_book, is_layout, parse_file
 from eformer.errors import FormatError, NotFoundError
+from support.lazy import applied, numbers
 
 HEAD = "# toy: a toy\n# rules 3; tested with maxtext 0.2.5, transformers 5.22.2\nfor toy, toy2\nh = heads\n"
 
@@ -113,3 +114,12 @@ def test_a_file_that_is_wrong_names_the_line(text, said):
     with pytest.raises(FormatError) as caught:
         parse_file("toy", text)
     assert said in str(caught.value)
+
+
+def test_a_book_of_another_family_than_the_model_is_noted():
+    def notes(book):
+        return applied(book, {"model.norm.weight": numbers(3)}, {"model_type": "llama"}).notes
+
+    differ = "config.json is of a model 'llama', whose rules 'llama/maxtext' differ from 'qwen3/maxtext'"
+    assert notes("qwen3/maxtext") == [differ]
+    assert notes("llama/maxtext") == notes("mistral/maxtext") == notes("qwen3/flax") == notes("maxtext") == []
