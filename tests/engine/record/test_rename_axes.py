@@ -490,7 +490,7 @@ def test_a_name_that_is_no_book_and_no_file_names_the_books_near_by():
 
 
 @pytest.mark.parametrize(
-    "text", ["{*a}x{*b}x{*c}y <-> {*a}.{*b}.{*c}", "{l}{m}{n}{o}y [] <-> {l}.{m}.{n}.{o} []"]
+    "text", ["{*a}x{*b}x{*c}y <-> {*a}.{*b}.{*c}", "{l}{c=9|99}{d=9|99}{e=9|99}y [] <-> {l}.{c}.{d}.{e} []"]
 )
 def test_hostile_names_do_not_take_long(text):
     found = applied(text, {"x" * 300: np.float32(1), "9" * 400: np.float32(1)})

@@ -141,7 +141,7 @@ class RenamingRules:
             kept = renaming.still_kept(kept)
             is_first = number == 0 or stages[number - 1][0] is not text
             own = dict(renaming.kept) if is_first else renaming.still_kept(own)
-            _require_matched(own, text, stages[number + 1 :])
+            _require_matched(own, text, stages[number + 1 :], back=self.back)
         renamed.kept = [f"{name}{hint}" for name, hint in kept.items()]
         renamed.notes += self._notes(known)
         _set_dtypes(renamed, known)
@@ -270,10 +270,11 @@ def _line(where: str, given: Any) -> RegexRule | AxisRule | tuple[str, Expressio
 # ------------------------------------------------------------------------------------------ applying
 
 
-def _require_matched(kept: Mapping[str, str], text: RuleText, later: Sequence[_Stage]) -> None:
+def _require_matched(kept: Mapping[str, str], text: RuleText, later: Sequence[_Stage], *, back: bool) -> None:
     """Refuse leaves that no stage of a book matches, behind its last stage."""
     if text.book and kept and not (later and later[0][0] is text):
-        unmatched = [f"{name}: no rule of {text.book.name} matches{hint}" for name, hint in kept.items()]
+        book = f"{text.book.name}, read from right to left," if back else text.book.name
+        unmatched = [f"{name}: no rule of {book} matches{hint}" for name, hint in kept.items()]
         raise MismatchError(unmatched, context="rename")
 
 

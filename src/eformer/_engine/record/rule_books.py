@@ -137,6 +137,11 @@ def is_layout(name: str) -> bool:
 
 
 def _without_family(layout: str) -> Book:
+    if (file := _serving(layout)) is not None and not is_layout(layout):
+        named = ", ".join(
+            f"{layout}/{each}" for each in dict.fromkeys((*_files()[_GENERIC].layouts, *file.layouts))
+        )
+        raise NotFoundError(f"{layout!r} is a family of models; name a layout of it as well: {named}")
     known = [name for name in book_names() if name.endswith(f"/{layout}")]
     if not known:
         raise NotFoundError(_unknown(layout, "", layout, None))
