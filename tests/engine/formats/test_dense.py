@@ -248,6 +248,17 @@ def test_experts_of_mxfp4_are_dense_leaves_with_inputs_before_outputs(tmp_path):
     assert bits(loaded["e"]["up"]) == bits(expected.astype(BF))
 
 
+def test_experts_as_openai_publishes_them_are_recognised_and_stay_in_stored_order(tmp_path):
+    leaves, _, expected = experts()
+    names = {"e.up_blocks": "block.0.mlp1_weight.blocks", "e.up_scales": "block.0.mlp1_weight.scales"}
+    path = model(tmp_path, {names.get(name, name): leaf for name, leaf in leaves.items()})
+    with pytest.raises(QuantizedError, match=r"block.0.mlp1_weight.blocks: uint8\["):
+        load(path)
+    assert checkpoint.inspect(path).quantized == {"": {"block.0.mlp1_weight.blocks": "mxfp4·1x32"}}
+    loaded = load(path, dequant="bf16")["block"]["0"]["mlp1_weight"]
+    assert bits(loaded) == bits(expected.swapaxes(1, 2).astype(BF))
+
+
 # ------------------------------------------------------------------------------------------ defaults
 
 
