@@ -474,6 +474,7 @@ def test_missing_scales_are_named(tmp_path):
         ((4, 2), None, r"scales \[4, 2\] do not fit \[300, 200\] in blocks of 128 x 128"),
         ((300, 1), None, r"scales \[300, 1\] do not fit \[300, 200\]"),
         ((1, 1), None, r"scales \[1, 1\] do not fit \[300, 200\]"),
+        ((3, 2), [300, 200], r"scales \[3, 2\] do not fit \[300, 200\] in blocks of 300 x 200"),
     ],
 )
 def test_scales_that_do_not_fit_are_refused_and_no_quotient_is_guessed(tmp_path, scales, block, text):
@@ -481,6 +482,14 @@ def test_scales_that_do_not_fit_are_refused_and_no_quotient_is_guessed(tmp_path,
     leaves = {"a.weight": f8(300, 200), "a.weight_scale_inv": f32(*scales)}
     with pytest.raises(QuantizedError, match=text):
         load(model(tmp_path, leaves, config), dequant="bf16")
+
+
+def test_a_weight_without_axes_is_refused(tmp_path):
+    leaves = {"a.weight": np.zeros((), F8), "a.weight_scale_inv": np.ones((), np.float32)}
+    with pytest.raises(
+        QuantizedError, match=r"a\.weight is float8_e4m3fn\[\] and has scales; expected a weight with"
+    ):
+        load(model(tmp_path, leaves, {"quant_method": "fp8"}), dequant="bf16")
 
 
 @pytest.mark.parametrize("shape", [[6, 65], [6, 56], [7, 64], [-6, 64], [2**62, 64]])

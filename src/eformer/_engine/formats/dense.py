@@ -243,6 +243,8 @@ class _Planner:
         if scales_dot is None:
             return self._without_scales(name, dot)
         scales, entry = found.spelled[scales_dot], found.tree.leaves[name]
+        if not entry.shape:
+            return f"{readable(name)} is {entry.described} and has scales; expected a weight with axes"
         stem = dot.removesuffix("weight_packed").removesuffix("weight")
         if any(stem + end in found.spelled for end in _MORE_THAN_SCALES):
             return _cannot(self._named(dot, scales_dot))
@@ -289,7 +291,8 @@ class _Planner:
             candidates += _broadcast(shape, grid)
         for block in candidates:
             blocks = Blocks("float8", shape, block)
-            if blocks.grid == grid or block == tuple(max(1, size) for size in shape):
+            is_one = math.prod(grid) == 1 and block == tuple(max(1, size) for size in shape)
+            if blocks.grid == grid or is_one:
                 return DenseLeaf(name, f"fp8{_block_text(blocks)}", blocks, scales)
             if len(grid) == 1 and blocks.grid == (*grid, *(1,) * (len(shape) - 1)):
                 return DenseLeaf(name, f"fp8{_block_text(blocks)}", blocks, scales)
