@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.record.origin import book_in, config_in, rules_in, trimmed_config
-from eformer._engine.record.rename import RenamingRules, rules_from
+from eformer._engine.record.rename import RenamingRules, parse_book, rules_from
 from eformer._engine.record.rule_books import is_layout
 
 if TYPE_CHECKING:
@@ -86,7 +86,8 @@ def model_rules(
             'rename="llama/maxtext"'
         )
     config = _first_of([*configs, lambda: config_in(origin)])
-    rules = rules_from(recorded if given is None else given).of_model(config)
+    # A recorded name is never a file: the record comes with a checkpoint from anywhere.
+    rules = RenamingRules((parse_book(recorded),)) if given is None else rules_from(given).of_model(config)
     is_back = rules.are_two_way if back is None else back
     return rules_for(replace(rules, back=is_back), config, origin, path) if rules else None
 
