@@ -148,7 +148,7 @@ class ReadyRule:
         )
         return ", ".join([*moved, *steps])
 
-    @property
+    @cached_property
     def moves_nothing(self) -> bool:
         """Tell whether all elements stay in their places."""
         if len(self.pairs) != 1:

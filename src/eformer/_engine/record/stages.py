@@ -164,6 +164,8 @@ class StageRenaming:
         self.taken: set[str] = set()
         self.assembly = Assembly(self.numbers, text.lines, shapes)
         self.ways = list(self._ways())
+        self.has_tied = any(way.is_tied for way in self.ways)
+        self.has_templates = any(way.template is not None for way in self.ways)
         self._by_outline: dict[str, list[_Way]] = {}
 
     def _ways(self) -> Iterator[_Way]:
@@ -191,6 +193,8 @@ class StageRenaming:
 
     def ways_for(self, name: str) -> list[_Way]:
         """Return the ways that may match a name. Names that differ in digits alone share them."""
+        if not self.has_templates:
+            return self.ways
         outline = outline_of(name)
         found = self._by_outline.get(outline)
         if found is None:
@@ -220,7 +224,8 @@ class StageRenaming:
         text = readable(name)
         for spelled in (name,) if text == name else (name, text):
             ways = self.ways_for(spelled)
-            self.stand_in(ways, name, spelled, array)
+            if self.has_tied:
+                self.stand_in(ways, name, spelled, array)
             for way in ways:
                 if way.template is None:
                     if self.take_by_regex(way.rule, name, text, array):
