@@ -248,6 +248,17 @@ def test_experts_of_mxfp4_are_dense_leaves_with_inputs_before_outputs(tmp_path):
     assert bits(loaded["e"]["up"]) == bits(expected.astype(BF))
 
 
+def test_experts_as_openai_publishes_them_are_recognised_and_stay_in_stored_order(tmp_path):
+    leaves, _, expected = experts()
+    names = {"e.up_blocks": "block.0.mlp1_weight.blocks", "e.up_scales": "block.0.mlp1_weight.scales"}
+    path = model(tmp_path, {names.get(name, name): leaf for name, leaf in leaves.items()})
+    with pytest.raises(QuantizedError, match=r"block.0.mlp1_weight.blocks: uint8\["):
+        load(path)
+    assert checkpoint.inspect(path).quantized == {"": {"block.0.mlp1_weight.blocks": "mxfp4·1x32"}}
+    loaded = load(path, dequant="bf16")["block"]["0"]["mlp1_weight"]
+    assert bits(loaded) == bits(expected.swapaxes(1, 2).astype(BF))
+
+
 # ------------------------------------------------------------------------------------------ defaults
 
 
@@ -510,6 +521,7 @@ def test_missing_scales_are_named(tmp_path):
         ((4, 2), None, r"scales \[4, 2\] do not fit \[300, 200\] in blocks of 128 x 128"),
         ((300, 1), None, r"scales \[300, 1\] do not fit \[300, 200\]"),
         ((1, 1), None, r"scales \[1, 1\] do not fit \[300, 200\]"),
+        ((3, 2), [300, 200], r"scales \[3, 2\] do not fit \[300, 200\] in blocks of 300 x 200"),
     ],
 )
 def test_scales_that_do_not_fit_are_refused_and_no_quotient_is_guessed(tmp_path, scales, block, text):
@@ -517,6 +529,15 @@ def test_scales_that_do_not_fit_are_refused_and_no_quotient_is_guessed(tmp_path,
     leaves = {"a.weight": f8(300, 200), "a.weight_scale_inv": f32(*scales)}
     with pytest.raises(QuantizedError, match=text):
         load(model(tmp_path, leaves, config), dequant="bf16")
+
+
+def test_a_weight_without_axes_is_refused(tmp_path):
+    leaves = {"a.weight": np.zeros((), F8), "a.weight_scale_inv": np.ones((), np.float32)}
+    safetensors.numpy.save_file(leaves, tmp_path / "m.safetensors")
+    with pytest.raises(
+        QuantizedError, match=r"a\.weight is float8_e4m3fn\[\] and has scales; expected a weight with axes"
+    ):
+        load(tmp_path, dequant="bf16")
 
 
 @pytest.mark.parametrize("shape", [[6, 65], [6, 56], [7, 64], [-6, 64], [2**62, 64]])

@@ -260,6 +260,16 @@ def test_sizes_come_back_from_the_shapes_of_the_other_leaves():
         ),
         ("a [v d] <-> b [v d] | pad v 3", {"a": q}, "`pad v 3` is 3, and b has 12 elements along v"),
         ("<-> b.{l} [d] | fill 1", {"a": q}, "line 1: the size of l and d is unknown; pass like="),
+        (
+            "l = 2\na.{l} [d] <-> w [l d]",
+            {"a.0": q[0]},
+            "w [l d], by line 2: no source for l=1 (a.1 is missing)",
+        ),
+        (
+            "l = 1\na.{l} [d] <-> w [l d]",
+            layers(2, D, name="a.{}"),
+            "w, by line 2: l is 1 by line 1, and there is a.1",
+        ),
     ],
 )
 def test_rules_that_do_not_fit_the_leaves_are_refused(rules, leaves, problem):
@@ -350,6 +360,29 @@ def test_a_constant_leaf_is_made_and_left_out_on_the_way_back():
     )
 
 
+@pytest.mark.parametrize(("number", "dtype"), [("3 / 2", "int32"), ("300", "int8"), ("-1", "uint8")])
+def test_a_constant_that_the_dtype_of_like_does_not_hold_is_refused(number, dtype):
+    with pytest.raises(
+        MismatchError, match=f"line 1: b is {dtype}, which does not hold the number of `fill {number}`"
+    ):
+        applied(f"<-> b [d] | fill {number}", {}, shapes={"b": (3,)}, dtypes={"b": dtype})
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        "a.{l} [d] <-> b.{l} [d] | cast float32 | pad d 8",
+        "a.{l} [d] <-> b.{l} [d] | cast float32\n---\nb.{l} [d] <-> b [l d]",
+        "a.{l} <-> b.{l}\n<-> c [d] | fill 1 | cast float32",
+    ],
+)
+def test_a_cast_wins_over_other_dtypes_behind_all_steps_and_stages(rules):
+    found = applied(rules, layers(2, D, name="a.{}"), shapes={"c": (2,)} if "fill" in rules else {})
+    name = next(name for name in ("c", "b", "b.0") if name in found.arrays)
+    assert found.arrays[name].keeps_dtype
+    assert found.arrays[name].dtype == np.float32
+
+
 def test_tied_heads():
     rules = "e.w <-> e\nhead.w or e.w [v d] <-> head [d v]"
     same(arrays_of(applied(rules, {"e.w": q})), {"e": q, "head": q.T})
@@ -360,6 +393,41 @@ def test_tied_heads():
     tied = applied(rules, there, {"text_config": {"tie_word_embeddings": True}}, back=True)
     tied.require_tied()
     assert list(tied.arrays) == ["e.w"]
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        "e.w <-> e\nhead.w or e.w [v d] <-> head [v d]",
+        "m.{*q} <-> {*q}\n---\ne.w <-> e\nhead.w or e.w [v d] <-> head [v d]",
+    ],
+    ids=["as it is", "renamed by another stage"],
+)
+def test_every_tied_head_is_compared_before_it_is_left_out(rules):
+    tied = {"tie_word_embeddings": True, "dtype": "bfloat16"}
+    x = numbers(F, D) / 3
+    same_head, other_head = (
+        applied(rules, {"e": x, "head": head}, tied, back=True) for head in (x.copy(), x + 0.5)
+    )
+    same_head.require_tied()
+    assert [name.removeprefix("m.") for name in same_head.arrays] == ["e.w"]
+    with pytest.raises(MismatchError, match="head is not the embedding"):
+        other_head.require_tied()
+
+
+def test_a_head_without_its_embedding_is_kept():
+    rules = "e.w <-> e\nhead.w or e.w [v d] <-> head [d v]"
+    found = applied(rules, {"head": q.T}, {"tie_word_embeddings": True}, back=True)
+    same(arrays_of(found), {"head.w": q})
+
+
+def test_tied_leaves_may_be_scalars_and_large_integers():
+    rules = "a or b <-> c\nb <-> d"
+    found = applied(
+        rules, {"c": np.int64(2**24 + 1), "d": np.int64(2**24)}, {"tie_word_embeddings": 1}, back=True
+    )
+    with pytest.raises(MismatchError, match=r"c is not the embedding, b \(max difference 1\)"):
+        found.require_tied()
 
 
 def test_a_head_that_is_not_the_embedding_cannot_be_left_out():
@@ -425,7 +493,7 @@ def test_a_name_that_is_no_book_and_no_file_names_the_books_near_by():
 
 
 @pytest.mark.parametrize(
-    "text", ["{*a}x{*b}x{*c}y <-> {*a}.{*b}.{*c}", "{l}{m}{n}{o}y [] <-> {l}.{m}.{n}.{o} []"]
+    "text", ["{*a}x{*b}x{*c}y <-> {*a}.{*b}.{*c}", "{l}{c=9|99}{d=9|99}{e=9|99}y [] <-> {l}.{c}.{d}.{e} []"]
 )
 def test_hostile_names_do_not_take_long(text):
     found = applied(text, {"x" * 300: np.float32(1), "9" * 400: np.float32(1)})

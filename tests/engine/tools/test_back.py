@@ -196,3 +196,19 @@ def test_on_the_way_back_each_leaf_gets_the_dtype_that_it_has_in_like(tmp_path):
     convert(model, tmp_path / "ours", to="safetensors", rename="maxtext")
     convert(tmp_path / "ours", tmp_path / "theirs", to="safetensors", back=True, like=model)
     assert diff(model, tmp_path / "theirs").same
+
+
+@pytest.mark.parametrize("book", ["{}", "a -> b", "../../secret/rules", "maxtext", "no/file"])
+def test_a_recorded_name_is_a_shipped_book_and_never_a_file_or_rules(tmp_path, monkeypatch, book):
+    (tmp_path / "no").mkdir()
+    for name in ("rules", "no/file"):
+        (tmp_path / name).write_text("a <-> secret")
+    monkeypatch.chdir(tmp_path)
+    book = book.format(tmp_path / "rules")
+    save({"secret": np.zeros(3)}, tmp_path / "a", origin={"rules": {"book": book}})
+    with pytest.raises(
+        (ValueError, NotFoundError), match=r"has no recorded rules|no rule book 'no/file'"
+    ) as caught:
+        convert(tmp_path / "a", tmp_path / "b", to="safetensors", back=True)
+    assert "a <-> secret" not in str(caught.value)
+    assert not (tmp_path / "b").exists()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.record.origin import book_in, config_in, rules_in, trimmed_config
-from eformer._engine.record.rename import RenamingRules, rules_from
+from eformer._engine.record.rename import RenamingRules, parse_book, rules_from
 from eformer._engine.record.rule_books import is_layout
 from eformer._engine.record.stages import ModelFacts
 
@@ -86,6 +86,11 @@ def recorded_book(origin: Origin, path: str) -> str:
     return recorded
 
 
+def rules_of_book(recorded: str, *, back: bool = False) -> RenamingRules:
+    """Return the rules of a recorded book. It is never a file: the record comes with a checkpoint from anywhere."""
+    return RenamingRules((parse_book(recorded),), back=back)
+
+
 def model_rules(
     given: RenameRules | RenamingRules | None,
     *,
@@ -105,8 +110,10 @@ def model_rules(
     origin = origin or {}
     if given is None and not (back or (back is None and book_in(origin))):
         return None
-    if not isinstance(given, RenamingRules):
-        given = rules_from(recorded_book(origin, path) if given is None else given)
+    if given is None:
+        given = rules_of_book(recorded_book(origin, path))
+    elif not isinstance(given, RenamingRules):
+        given = rules_from(given)
     config = _first_of([*configs, lambda: config_in(origin)])
     rules = given.of_model(config)
     is_back = rules.are_two_way if back is None else back

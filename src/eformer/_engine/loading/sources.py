@@ -22,7 +22,7 @@ from jax.sharding import Sharding
 from eformer._engine.formats.dense import dense_tree, refuse_problems, refuse_raw
 from eformer._engine.formats.find import reading
 from eformer._engine.formats.model_config import model_config
-from eformer._engine.formats.model_rules import dtype_of_numbers, recorded_book, rules_for
+from eformer._engine.formats.model_rules import dtype_of_numbers, recorded_book, rules_for, rules_of_book
 from eformer._engine.formats.process_records import ListedLeaf
 from eformer._engine.formats.quantized import dense_name, dtype_of_dequant, quantization_of
 from eformer._engine.loading.contents import (
@@ -46,7 +46,6 @@ from eformer._engine.record.lazy_arrays import Rearranged, shared_in, stored_lea
 from eformer._engine.record.names import BARE_LEAF, readable, refuse_root, resolve
 from eformer._engine.record.origin import Origin, config_in, new_origin, parent_of, rules_in
 from eformer._engine.record.pieces import bounding, pieces
-from eformer._engine.record.rename import rules_from
 from eformer._engine.record.stages import ModelFacts
 from eformer._engine.record.text import few
 from eformer._engine.tasks.forks import Lock
@@ -194,7 +193,7 @@ def with_recorded_rules(request: Request, all_found: Sequence[Found]) -> Request
         raise ValueError(
             f"back=True: the checkpoints have recorded other rules, {listed}; load them one by one"
         )
-    return replace(request, rename=rules_from(next(iter(books.values())), back=True))
+    return replace(request, rename=rules_of_book(next(iter(books.values())), back=True))
 
 
 def _recorded_book(found: Found, prefix: str | None) -> str:

@@ -128,7 +128,7 @@ class Rearranged(LazyArray):
         self.parts = parts
         self._latest = next(iter(parts[0].sources.values()))
         self.shape, self.dtype = tuple(shape), self._latest.dtype
-        self.is_changed = self._latest.is_changed
+        self.is_changed, self.keeps_dtype = self._latest.is_changed, self._latest.keeps_dtype
 
     @property
     def in_order(self) -> bool:  # type: ignore[override]
@@ -201,6 +201,7 @@ class Shared(LazyArray):
     def __init__(self, inner: LazyArray) -> None:
         self.inner, self.inners = inner, [inner]
         self.shape, self.dtype, self.is_changed = inner.shape, inner.dtype, inner.is_changed
+        self.keeps_dtype = inner.keeps_dtype
         self.in_order, self.slow_axis = inner.in_order, inner.slow_axis
         self.readers = 1
         self._kept: dict[Box, tuple[Array, int]] = {}
@@ -303,7 +304,7 @@ class Resized(LazyArray):
     def __init__(self, inner: LazyArray, shape: Sequence[int]) -> None:
         self.inner, self.shape, self.dtype = inner, tuple(shape), inner.dtype
         self.inners = [inner]
-        self.is_changed = inner.is_changed
+        self.is_changed, self.keeps_dtype = inner.is_changed, inner.keeps_dtype
         self.in_order, self.slow_axis = inner.in_order, inner.slow_axis
 
     def read(self, box: Box) -> Array:
@@ -324,8 +325,10 @@ class Constant(LazyArray):
 
     in_order = True
 
-    def __init__(self, number: float, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
-        self.number, self.shape, self.dtype = number, tuple(shape), dtype
+    def __init__(
+        self, number: float, shape: Sequence[int], dtype: np.dtype[Any], *, keeps_dtype: bool = False
+    ) -> None:
+        self.number, self.shape, self.dtype, self.keeps_dtype = number, tuple(shape), dtype, keeps_dtype
 
     def read(self, box: Box) -> Array:
         return np.full(box.shape, self.number, self.dtype)

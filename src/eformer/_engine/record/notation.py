@@ -5,6 +5,7 @@ A rule becomes leaves, axes and steps, and knows no arrays. `docs/guides/renamin
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _MOST_DEPTH = 16  # of groups in groups
 _MOST_TEXTS = 3  # placeholders for text in a name: matching takes the square of its length or more with each
+_MOST_WORDS = 8  # placeholders of words in a name: words may begin alike, and matching tries all of them
 
 ONE = "1"
 REST = "..."
@@ -392,6 +394,12 @@ def _leaf(name: str, axes: tuple[Axis, ...] | None, tied: LeafPattern | None = N
     texts = [part.name for part in parts if isinstance(part, TextHole)]
     if len(texts) > _MOST_TEXTS or len(set(texts)) < len(texts):
         raise FormatError(f"{name} has more than {_MOST_TEXTS} placeholders of text, or one twice")
+    if any(isinstance(a, NumberHole) and isinstance(b, NumberHole) for a, b in itertools.pairwise(parts)):
+        raise FormatError(
+            f"{name} has two numbers side by side, so that 12 could be 1 and 2; write text between them"
+        )
+    if sum(isinstance(part, WordHole) for part in parts) > _MOST_WORDS:
+        raise FormatError(f"{name} has more than {_MOST_WORDS} placeholders of words")
     return LeafPattern(name, parts, axes, tied)
 
 
@@ -446,6 +454,8 @@ def _check(rule: AxisRule) -> None:
     if bool(fills) == bool(rule.left) or any(leaf.axes is None for leaf in rule.right if fills):
         raise FormatError("a constant leaf has nothing on the left, and axes and fill on the right")
     if fills:
+        if [step.verb for step in rule.steps] not in (["fill"], ["fill", "cast"]):
+            raise FormatError("fill is the first step, and only cast can follow it")
         return
     _check_brackets(rule)
     left, right = blocks_of(rule.left), blocks_of(rule.right)

@@ -10,6 +10,7 @@ An origin is a small JSON object, which a reader may ignore:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ _MOST_KEYS = 200  # of an object
 _MOST_TEXT = 500  # characters
 _MOST_LEVELS = 3  # of a configuration inside a configuration, such as text_config.rope_scaling
 _SCALARS = (str, int, float, bool, type(None))
+_BOOK = re.compile(r"[\w-]+/[\w-]+", re.ASCII)
 _LABELS = ("id2label", "label2id")  # of classifiers: long, and no numbers of a shape
 
 
@@ -79,9 +81,12 @@ def rules_in(origin: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def book_in(origin: Mapping[str, Any]) -> str:
-    """Return the book of rules that gave the leaves their names, such as "qwen3/maxtext"; "" if none is recorded."""
+    """Return the book of rules that gave the leaves their names, such as "qwen3/maxtext"; "" if none is recorded.
+
+    A record comes with a checkpoint from anywhere: a path, or the text of rules, is no book.
+    """
     found = rules_in(origin).get("book")
-    return found if isinstance(found, str) else ""
+    return found if isinstance(found, str) and _BOOK.fullmatch(found) else ""
 
 
 def config_in(origin: Mapping[str, Any]) -> dict[str, Any]:

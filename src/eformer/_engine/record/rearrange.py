@@ -151,7 +151,7 @@ class ReadyRule:
         )
         return ", ".join([*moved, *steps])
 
-    @property
+    @cached_property
     def moves_nothing(self) -> bool:
         """Tell whether all elements stay in their places."""
         if len(self.pairs) != 1 or self.scales:
@@ -469,7 +469,9 @@ class Assembly:
         by = f"{name}, by {target.rule.where}"
         if len(kinds) > 1:
             listed = " and ".join(sorted(f"{dtype} ({leaf})" for dtype, leaf in kinds.items())[:4])
-            raise FormatError(f"{by}: its sources must have one dtype, found {listed}")
+            raise FormatError(
+                f"{by}: its sources must have one dtype, found {listed}; convert the checkpoint with dtype= first"
+            )
         sizes: Sizes = {}
         origin: dict[str, Member] = {}
         for member in {id(member.solved): member for member in every}.values():
@@ -483,7 +485,11 @@ class Assembly:
         for number, members in target.members.items():
             for position, axis in enumerate(target.rule.pairs[number].numbered):
                 counted = max(index[position] for index in members) + 1
-                sizes[axis] = max(counted, target.rule.known.words.get(axis, 0))
+                told = target.rule.known.sizes.get(axis, 0)
+                sizes[axis] = max(counted, told)
+                if axis in self.lines and 0 < told < counted:
+                    last = members[max(members, key=lambda index: index[position])].name
+                    raise FormatError(f"{by}: {axis} is {told} by {self.lines[axis]}, and there is {last}")
         return sizes
 
     def _require_all(self, name: str, target: Target, sizes: Sizes, axes: Sequence[Axis]) -> None:

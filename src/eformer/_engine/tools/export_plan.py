@@ -282,7 +282,6 @@ class _Plan:
         """Give each floating tensor its dtype: of the caller, else of `like`, else of the configuration."""
         asked = None if self.wish.dtype is None else floating_dtype(self.wish.dtype)
         default = dtype_in(self.config)
-        default = floating_dtype(default) if default else None
         for name, source in self.leaves.items():
             if is_floating(source.dtype):
                 like = self.expected.get(name)
@@ -422,4 +421,7 @@ def _array(source: Source) -> LazyArray:
 
 def _json(value: Any) -> bytes:
     """Return JSON as transformers writes it: sorted, indented by two, with a line break at the end."""
-    return f"{json.dumps(value, indent=_INDENT, sort_keys=True)}\n".encode()
+    try:
+        return f"{json.dumps(value, indent=_INDENT, sort_keys=True)}\n".encode()
+    except TypeError as error:
+        raise ValueError(f"config= has values that are not JSON: {error}; pass plain values") from error
