@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from eformer import checkpoint
+from eformer import __version__, checkpoint
 from eformer._engine.record.origin import (
     MOST_BYTES,
     book_in,
@@ -82,7 +82,8 @@ def test_several_checkpoints_are_several_parents(tmp_path):
 
 def test_inspect_shows_it(tmp_path):
     save(TREE, tmp_path / "a", origin=new_origin("load", [parent_of("hf://org/x", "", "")], ORIGIN["rules"]))
-    assert "origin      rules qwen3/maxtext 1, from hf://org/x\n" in str(inspect(tmp_path / "a"))
+    assert f"origin      load, eformer {__version__}, rules qwen3/maxtext 1\n" in str(inspect(tmp_path / "a"))
+    assert "parent      hf://org/x\n" in str(inspect(tmp_path / "a"))
 
 
 def test_an_origin_is_a_short_json_object(tmp_path):

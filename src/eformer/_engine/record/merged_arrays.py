@@ -83,14 +83,17 @@ class WeightedSum(_OfOneLeaf):
         return whole
 
     def _sum(self, box: Box) -> Array:
-        total = np.zeros(box.shape, self.wide)
+        total = np.empty(box.shape, self.wide)
         with np.errstate(all="ignore"):  # a sum of infinities is NaN, as in the program without files
             for n, (array, weight) in enumerate(zip(self.inners, self.weights, strict=True)):
-                term = np.multiply(array.read(box).astype(self.wide, copy=False), weight)
-                total = np.add(total, term, out=total) if n else term
+                found = array.read(box).astype(self.wide, copy=False)
+                if n == 0:
+                    np.multiply(found, weight, out=total)
+                else:
+                    total += found * weight
             if self.total != 1:
-                total = np.divide(total, self.total)
-            return np.asarray(total).astype(self.dtype, copy=False)
+                total /= self.total
+            return total.astype(self.dtype, copy=False)
 
 
 class LowRankUpdate(_OfOneLeaf):

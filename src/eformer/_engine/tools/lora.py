@@ -203,7 +203,7 @@ def _add_pair(
 def _shape_problem(name: str, array: LazyArray, rows: LazyArray, columns: LazyArray) -> str:
     """Return why a product does not fit a leaf; "" if it fits."""
     if not array.dtype.name.startswith(("float", "bfloat")):
-        return f"leaf {name!r} of the base is {array.dtype.name}; load quantised weights as numbers, dequant='bf16'"
+        return f'leaf {name!r} of the base is {array.dtype.name}; read quantised weights as numbers, dequant="bf16"'
     product = (rows.shape[0], columns.shape[1])
     if rows.shape[1] != columns.shape[0]:
         return f"leaf {name!r}: its LoRA has the ranks {rows.shape[1]} and {columns.shape[0]}"
@@ -219,9 +219,7 @@ def _scale(module: str, rank: int, config: Mapping[str, Any], problems: list[str
     if recorded is not None and recorded != rank:
         problems.append(f"module {module!r} has the rank {rank}, and {CONFIG} r={recorded}")
     if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not math.isfinite(alpha):
-        problem = (
-            "the scale of the LoRA is unknown: lora_alpha is not a number; pass config={'lora_alpha': 16}"
-        )
+        problem = "the scale of the LoRA is unknown; pass lora_alpha with lora_config=, such as lora_alpha=32"
         problems += [] if problem in problems else [problem]
         return 0.0
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else max(rank, 1))
