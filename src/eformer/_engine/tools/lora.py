@@ -105,16 +105,18 @@ def add_lora(
     """Add a LoRA to the arrays of its base. A single error lists all leaves that do not fit."""
     added, problems = AddedLora(), list[str]()
     names = {readable(name): name for name in base}
+    whole = _whole_leaves(lora.arrays, base, names, dtype_of, problems)
     halves = _halves(lora.arrays, problems)
+    place = _Place({**base, **whole}, names)
     for module, pair in halves.items():
-        _add_pair(module, pair, _Place(base, names), config, dtype_of, added, problems)
-    number = len(added.arrays)
-    _take_whole_leaves(lora.arrays, base, names, dtype_of, added, problems)
+        _add_pair(module, pair, place, config, dtype_of, added, problems)
     if not halves and not problems:
         problems.append(f"no LoRA leaf among {count(len(lora), 'name')}: {few(list(lora))}")
     if problems:
         raise MismatchError(problems, _CONTEXT)
-    added.notes.insert(0, f"a LoRA is added to {count(number, 'leaf', 'leaves')}")
+    added.notes.append(f"a LoRA is added to {count(len(added.arrays), 'leaf', 'leaves')}")
+    added.notes += [f"taken whole from the adapter: {few(list(whole))}"] if whole else []
+    added.arrays = {**whole, **added.arrays}
     return added
 
 
@@ -225,16 +227,16 @@ def _scale(module: str, rank: int, config: Mapping[str, Any], problems: list[str
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else max(rank, 1))
 
 
-def _take_whole_leaves(
+def _whole_leaves(
     lora: Mapping[str, LazyArray],
     base: Mapping[str, LazyArray],
     names: Mapping[str, str],
     dtype_of: Callable[[LazyArray], np.dtype[Any]],
-    added: AddedLora,
     problems: list[str],
-) -> None:
-    """Replace leaves of the base by leaves that PEFT saved whole, such as a trained head."""
-    taken = []
+) -> dict[str, LazyArray]:
+    """Return the leaves that PEFT saved whole, such as a trained head or a resized embedding below its LoRA, by the
+    names of the leaves of the base that they replace."""
+    taken: dict[str, LazyArray] = {}
     for name, array in lora.items():
         plain = readable(name)
         if is_lora(plain) or not plain.startswith(BASE):
@@ -244,12 +246,9 @@ def _take_whole_leaves(
         if old is None:
             problems.append(f"leaf {name!r} has no leaf {inner!r} in the base")
         elif base[old].shape != array.shape:
-            problems.append(
-                f"leaf {name!r} has the shape {list(array.shape)}, and in the base {list(base[old].shape)}"
-            )
+            shapes = f"{list(array.shape)}, and in the base {list(base[old].shape)}"
+            problems.append(f"leaf {name!r} has the shape {shapes}")
         else:
             dtype = dtype_of(base[old])
-            added.arrays[old] = array if array.dtype == dtype else Computed(array, dtype)
-            taken.append(old)
-    if taken:
-        added.notes.append(f"taken whole from the adapter: {few(taken)}")
+            taken[old] = array if array.dtype == dtype else Computed(array, dtype)
+    return taken
