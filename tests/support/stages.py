@@ -218,6 +218,20 @@ def _peft() -> dict[str, Any]:
     return {}
 
 
+@stage("docs/guides/merging.md")
+def _merging() -> dict[str, Any]:
+    for step in (100, 200, 300):
+        checkpoint.save(state() | {"step": step}, f"run/step-{step}")
+    named_as_llama("hf/llama")
+    module, config = "base_model.model.model.layers.0.self_attn.q_proj", {"peft_type": "LORA", "lora_alpha": 4}
+    pair = {"lora_A": np.ones((2, 16), np.float32), "lora_B": np.ones((16, 2), np.float32)}
+    Path("adapter").mkdir()
+    weights = {f"{module}.{name}.weight": matrix for name, matrix in pair.items()}
+    safetensors.numpy.save_file(weights, "adapter/adapter_model.safetensors")
+    Path("adapter/adapter_config.json").write_text(json.dumps(config))
+    return {}
+
+
 @stage("docs/guides/reports.md")
 def _reports() -> dict[str, Any]:
     for step in (100, 200):
