@@ -524,7 +524,7 @@ def merge(
 
     \b
     eformer merge ./run ./merged --last 3 --weights wsm --to safetensors
-    eformer merge ./run/step-200 ./run/step-300 soup.safetensors --weights 0.6,0.4 --root params
+    eformer merge ./run-a ./run-b soup.safetensors --weights 0.6,0.4
     eformer merge ./base ./merged --lora ./adapter --to safetensors
     eformer merge ./hf ./merged --lora ./adapter --to hf --like ./hf
     """

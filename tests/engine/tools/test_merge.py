@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -177,7 +179,7 @@ def test_one_error_lists_all_leaves_that_do_not_fit(tmp_path):
 def test_a_leaf_that_only_an_earlier_source_has_is_an_error(tmp_path):
     save({"a": np.ones(2), "b": np.ones(2)}, tmp_path / "a")
     save({"a": np.ones(2)}, tmp_path / "b")
-    with pytest.raises(MismatchError, match="leaf 'b' of .*a is not in .*b"):
+    with pytest.raises(MismatchError, match=r"leaf 'b' of .*a is not in .*b"):
         merge([tmp_path / "a", tmp_path / "b"], tmp_path / "m", to="safetensors")
 
 
@@ -223,7 +225,7 @@ def test_quantised_weights_are_merged_as_numbers_alone(tmp_path):
         }
         safetensors.numpy.save_file(leaves, tmp_path / f"{name}.safetensors")
     paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
-    with pytest.raises(QuantizedError, match="w.weight"):
+    with pytest.raises(QuantizedError, match=r"w\.weight"):
         merge(paths, tmp_path / "m", to="safetensors")
     merge(paths, tmp_path / "m", to="safetensors", dequant="bf16")
     assert load(tmp_path / "m")["w"]["weight"].tolist() == [[3.0] * 4] * 4
@@ -339,3 +341,24 @@ def test_a_merge_stays_within_its_memory(tmp_path, target):
     with checkpoint.open(tmp_path / "m") as view:
         wanted = plain_sum([block[-1:], block[:1], block[:1]], [1, 1, 1])
         assert view["w"][-1:].tobytes() == wanted.tobytes()
+
+
+def test_checkpoints_in_buckets_are_merged_in_a_bucket(tmp_path):
+    bucket = f"memory://{tmp_path.name}"
+    for step in (1, 2):
+        save(state(step), f"{bucket}/run/step-{step}")
+    merge(f"{bucket}/run", f"{bucket}/merged", last=2, to="zarr")
+    assert_merged(load(f"{bucket}/merged"), [state(1), state(2)], [1, 1])
+    parents = inspect(f"{bucket}/merged").trees[""].origin["parents"]
+    assert [one["path"] for one in parents] == [f"{bucket}/run/step-{step}" for step in (1, 2)]
+
+
+def test_a_merge_keeps_the_recorded_sharding_and_kind_of_the_last_source(tmp_path):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    for step in (1, 2):
+        save({"w": jax.device_put(jnp.full(4, float(step)), sharding)}, tmp_path / "run" / f"step-{step}")
+    merge(tmp_path / "run", tmp_path / "m", last=2, to="safetensors")
+    before, after = (inspect(tmp_path / path).trees[""].leaves["w"] for path in ("run/step-2", "m"))
+    assert (after.sharding, after.home) == (before.sharding, before.home)
+    assert isinstance(load(tmp_path / "m")["w"], jax.Array)

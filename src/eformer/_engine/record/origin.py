@@ -155,7 +155,12 @@ def parent_lines(origin: Mapping[str, Any]) -> list[str]:
     """Return a line for each parent, for display: its path, its weight in a merge, its save and its digest."""
     lines = [_parent_text(parent) for parent in parents_in(origin)]
     left_out = origin.get("left_out")
-    return [f"{left_out} earlier parents, not recorded", *lines] if isinstance(left_out, int) else lines
+    return [f"{left_out} earlier parents, not recorded", *lines] if _is_number(left_out) else lines
+
+
+def _is_number(found: Any) -> bool:
+    """Tell whether a value is a number that can be shown: a record may have an integer of a thousand digits."""
+    return isinstance(found, float) or (isinstance(found, int) and abs(found) < 2**63)
 
 
 def _parent_text(parent: Mapping[str, Any]) -> str:
@@ -163,7 +168,7 @@ def _parent_text(parent: Mapping[str, Any]) -> str:
     named = (("as", "as"), ("save", "save_id"), ("digest", "digest"))
     facts = [
         str(parent.get("path") or "a checkpoint whose path is not recorded"),
-        f"weight {weight:.6g}" if isinstance(weight, (int, float)) else "",
+        f"weight {weight:.6g}" if _is_number(weight) else "",
         *(f"{label} {parent[name]}" for label, name in named if parent.get(name)),
     ]
     return shortened(", ".join(filter(None, facts)), 2 * _MOST_TEXT)

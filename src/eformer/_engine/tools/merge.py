@@ -182,7 +182,7 @@ def _check(
             raise ValueError("lora_config= and rename= are for lora=")
         if last is None and len(paths) < 2:
             raise ValueError(
-                f"a merge has several sources, found {len(paths)}; pass more, last= for the steps of a run, or lora="
+                f"a merge has several sources, found {len(paths)}; pass more, last=N for the steps of a run, or lora="
             )
     elif len(paths) != 1 or has_weights or ema is not None or by_path:
         raise ValueError(
