@@ -16,16 +16,16 @@ import numpy as np
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.lazy_arrays import entry_of
 from eformer._engine.record.manifest import LeafEntry
-from eformer._engine.record.pieces import pieces, shifted
+from eformer._engine.record.pieces import PIECE_BYTES, bounding, joined, pieces_in
 from eformer._engine.record.planned import LazyArray
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 Array = np.ndarray[Any, Any]
 
 _MOST_BYTES = 8 * 2**20  # of a sum in memory, beside the box that is read
-_CHUNK = 2**16  # elements of a product at a time: few enough to stay in the cache
+_CHUNK = 2**16  # elements to add or multiply at a time: few enough to stay in the cache
 
 
 def wide_dtype(dtypes: Sequence[np.dtype[Any]]) -> np.dtype[Any]:
@@ -74,26 +74,37 @@ class WeightedSum(_OfOneLeaf):
         self.in_order, self.slow_axis = all(inner.in_order for inner in inners), inners[-1].slow_axis
 
     def read(self, box: Box) -> Array:
-        boxes = shifted(pieces(box.shape, self.wide.itemsize, _MOST_BYTES), box.start)
-        if len(boxes) == 1:
-            return self._sum(box)
+        parts = list(self._parts(box))
+        if len(parts) == 1:
+            return self._sum(parts[0])
         whole = np.empty(box.shape, self.dtype)
-        for part in boxes:
+        for part in parts:
             whole[part.inside(box).slices] = self._sum(part)
         return whole
 
+    def _parts(self, box: Box) -> Iterator[Box]:
+        """Split a box between pieces of the stored arrays, because a piece is read whole to be checked."""
+        touched = pieces_in(box, self.shape, self.inners[-1].dtype.itemsize, PIECE_BYTES)
+        inside = (part for _, piece in touched if (part := piece.overlap(box)))
+        return map(bounding, joined(inside, self.wide.itemsize, _MOST_BYTES))
+
     def _sum(self, box: Box) -> Array:
-        total = np.empty(box.shape, self.wide)
+        total = np.zeros(box.size, self.wide)
         with np.errstate(all="ignore"):  # a sum of infinities is NaN, as in the program without files
             for n, (array, weight) in enumerate(zip(self.inners, self.weights, strict=True)):
-                found = array.read(box).astype(self.wide, copy=False)
-                if n == 0:
-                    np.multiply(found, weight, out=total)
-                else:
-                    total += found * weight
+                found = array.read(box).reshape(-1)
+                for part in _parts_in_cache(box.size):
+                    term = found[part].astype(self.wide)
+                    term *= weight
+                    total[part] = total[part] + term if n else term  # 0.0 plus -0.0 would be 0.0
             if self.total != 1:
                 total /= self.total
-            return total.astype(self.dtype, copy=False)
+            return total.astype(self.dtype, copy=False).reshape(box.shape)
+
+
+def _parts_in_cache(number: int) -> Iterator[slice]:
+    """Yield ranges of elements that stay in the cache of a processor."""
+    return (slice(start, start + _CHUNK) for start in range(0, number, _CHUNK))
 
 
 class LowRankUpdate(_OfOneLeaf):
