@@ -13,6 +13,7 @@ import safetensors.numpy
 
 from eformer import __version__, checkpoint
 from eformer._engine.record.boxes import Box
+from eformer._engine.record.lazy_arrays import decoded_together
 from eformer._engine.record.merged_arrays import LowRankUpdate, WeightedSum
 from eformer._engine.record.planned import LazyArray
 from eformer.checkpoint import convert, inspect, load, merge, save
@@ -362,3 +363,12 @@ def test_a_merge_keeps_the_recorded_sharding_and_kind_of_the_last_source(tmp_pat
     before, after = (inspect(tmp_path / path).trees[""].leaves["w"] for path in ("run/step-2", "m"))
     assert (after.sharding, after.home) == (before.sharding, before.home)
     assert isinstance(load(tmp_path / "m")["w"], jax.Array)
+
+
+def test_the_chunks_of_all_sources_of_a_sum_are_in_memory_together(tmp_path):
+    np.savez_compressed(tmp_path / "a.npz", w=np.zeros((8, 1000)))
+    with checkpoint.open(tmp_path / "a.npz") as view:
+        leaf = view.arrays["w"]
+        both = WeightedSum([leaf, leaf, leaf], [1, 1, 1], leaf.dtype, "")
+        assert (decoded_together(leaf), decoded_together(both)) == (64_000, 192_000)
+        assert decoded_together(LowRankUpdate(both, leaf, leaf, 1, leaf.dtype)) == 192_000

@@ -353,7 +353,7 @@ class _Plan:
                 parameters=sum(math.prod(source.shape) for source in sources),
                 nbytes=sum(source.itemsize * math.prod(source.shape) for source in sources),
                 dtype=self.dtype or "integers",
-                steps=card_lines(self.tree.view.tree.origin or {}, self.tree.view.as_parent, base),
+                steps=card_lines(self.tree.view.tree.origin or {}, self.tree.view.parents, base),
             )
         )
 
