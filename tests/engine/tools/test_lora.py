@@ -86,6 +86,13 @@ def test_a_lora_of_peft_is_added_as_numpy_adds_it(base, tmp_path):
     assert_same(merged(tmp_path), base | wanted)
 
 
+def test_a_product_is_added_up_in_the_order_of_the_rank(base, tmp_path):
+    leaves = pair(V, rank=20)
+    write_adapter(tmp_path, leaves, r=20, lora_alpha=20)
+    found = merged(tmp_path)[f"{V}.weight"]
+    assert found.tobytes() == added(base[f"{V}.weight"], 1, delta(leaves, V)).tobytes()
+
+
 def test_scales_follow_patterns_of_ranks_and_alphas_and_rslora(base, tmp_path):
     leaves = pair(Q, rank=3) | pair(V, 7)
     write_adapter(

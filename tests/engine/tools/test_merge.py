@@ -150,6 +150,13 @@ def test_infinities_and_nan_are_added_as_numpy_adds_them(tmp_path):
     assert load(tmp_path / "m")["w"].astype(str).tolist() == ["nan", "nan", "inf"]
 
 
+def test_negative_zeros_stay_negative(tmp_path):
+    for name in "ab":
+        save({"w": np.full(2, -0.0)}, tmp_path / name)
+    merge([tmp_path / "a", tmp_path / "b"], tmp_path / "m", to="safetensors")
+    assert np.signbit(load(tmp_path / "m")["w"]).all()
+
+
 def test_a_large_leaf_is_the_same_for_every_limit_of_memory(tmp_path):
     rng = np.random.default_rng(0)
     leaves = [rng.normal(size=(3000, 2000)).astype(np.float32) for _ in range(2)]
@@ -216,6 +223,15 @@ def test_damage_in_an_earlier_source_is_an_error_and_nothing_appears(tmp_path):
     with pytest.raises(CorruptionError, match="leaf 'w': bytes"):
         merge([tmp_path / "a", tmp_path / "b"], tmp_path / "m", to="safetensors")
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
+def test_a_quantised_source_among_others_is_refused(tmp_path):
+    leaves = {"w.weight": np.ones((4, 4), ml_dtypes.float8_e4m3fn)}
+    scale = {"w.weight_scale_inv": np.ones((1, 1), np.float32)}
+    safetensors.numpy.save_file(leaves | scale, tmp_path / "a.safetensors")
+    safetensors.numpy.save_file({"w.weight": np.ones((4, 4), np.float32)}, tmp_path / "b.safetensors")
+    with pytest.raises(QuantizedError, match=r"w\.weight"):
+        merge([tmp_path / f"{name}.safetensors" for name in "ab"], tmp_path / "m", to="safetensors")
 
 
 def test_quantised_weights_are_merged_as_numbers_alone(tmp_path):
@@ -286,6 +302,14 @@ class _Array(LazyArray):
 
     def forget(self):
         pass
+
+
+def test_a_large_box_is_read_in_small_ones():
+    array, seen = _Array(np.ones((4096, 1024), np.float32)), []
+    read = array.read
+    array.read = lambda box: (seen.append(box.size), read(box))[1]
+    whole = WeightedSum([array], [1], array.dtype, "").read(Box.whole(array.shape))
+    assert (whole.min(), sum(seen), max(seen) * 4) == (1, 4096 * 1024, 8 * 2**20)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 64])
