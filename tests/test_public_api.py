@@ -74,6 +74,9 @@ CHECKPOINT = {
     "load": "(path, *, step=None, like=None, into=None, partial=False, root=None, rename=None, back=False, config=None, resize=None, plain=False, return_report=False, "
     "prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, callback=None, verify=None, mmap=False, "
     "progress=None, options=LoadOptions(), signed_by=None, dequant=None, duplicates=None)",
+    "merge": "(sources, destination, *, weights='mean', ema=None, last=None, lora=None, lora_config=None, rename=None, prefix=None, "
+    "root=None, keys=None, to=None, like=None, dtype=None, max_shard_bytes=None, memory=None, dry_run=False, allow_missing=False, "
+    "progress=None, dequant=None)",
     "open": "(path, *, step=None, prefix=None, cache=None, signed_by=None, dequant=None, rename=None, back=False, config=None)",
     "placement": "(path, *, mesh=None, rules=None, shardings=None, prefix=None, dtype=None)",
     "prune": "(directory, *, keep, pattern=None, foreign=False, check=False, dry_run=False)",

@@ -281,6 +281,25 @@ def _peft() -> dict[str, Any]:
     return {}
 
 
+@stage("docs/guides/merging.md")
+def _merging() -> dict[str, Any]:
+    for step in (100, 200, 300):
+        checkpoint.save(state() | {"step": step}, f"run/step-{step}")
+    shutil.copytree(ROOT / "tests" / "rules" / "models" / "qwen3", "models/qwen3")
+    module, config = (
+        "base_model.model.model.layers.0.self_attn.q_proj",
+        {"peft_type": "LORA", "lora_alpha": 4},
+    )
+    with checkpoint.open("models/qwen3") as view:
+        rows, columns = view["model.layers.0.self_attn.q_proj.weight"].shape
+    pair = {"lora_A": np.ones((2, columns), np.float32), "lora_B": np.ones((rows, 2), np.float32)}
+    Path("adapter").mkdir()
+    weights = {f"{module}.{name}.weight": matrix for name, matrix in pair.items()}
+    safetensors.numpy.save_file(weights, "adapter/adapter_model.safetensors")
+    Path("adapter/adapter_config.json").write_text(json.dumps(config))
+    return {}
+
+
 @stage("docs/guides/reports.md")
 def _reports() -> dict[str, Any]:
     for step in (100, 200):

@@ -212,6 +212,9 @@ class View(Shown, Mapping[str, Any]):
         (2, 2)
     """
 
+    tool = "convert"  # which makes a new checkpoint of the view
+    notes: Sequence[str] = ()  # for the result of that tool
+
     def __init__(
         self,
         found: Found,
@@ -354,6 +357,11 @@ class View(Shown, Mapping[str, Any]):
     def as_parent(self) -> Origin:
         """Return the description of this checkpoint as the parent of another tree."""
         return parent_of(self._path, self._tree.save_id, self._found.manifest.digest)
+
+    @property
+    def parents(self) -> Sequence[Origin]:
+        """Describe the checkpoints that a conversion of this view is made from."""
+        return [self.as_parent]
 
     @property
     def format(self) -> str:
