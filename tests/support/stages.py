@@ -85,21 +85,6 @@ def llama(path: str) -> dict[str, Any]:
     return {"layers": {"up": jnp.zeros((3, 4, 2))}, "embed": jnp.zeros((8, 2))}
 
 
-def named_as_llama(path: str) -> None:
-    """Write a model with the names and the layout of LlamaForCausalLM."""
-    shapes = {"self_attn.q_proj": (16, 16), "self_attn.k_proj": (8, 16), "self_attn.v_proj": (8, 16)}
-    shapes |= {"self_attn.o_proj": (16, 16), "mlp.gate_proj": (32, 16), "mlp.up_proj": (32, 16)}
-    shapes |= {"mlp.down_proj": (16, 32), "input_layernorm": (16,), "post_attention_layernorm": (16,)}
-    names = {f"model.layers.{i}.{name}": shape for i in range(3) for name, shape in shapes.items()}
-    names |= {"model.embed_tokens": (32, 16), "model.norm": (16,), "lm_head": (32, 16)}
-    draw = np.random.default_rng(0).standard_normal
-    weights = {f"{name}.weight": draw(shape).astype(np.float32) for name, shape in names.items()}
-    Path(path).mkdir(parents=True)
-    safetensors.numpy.save_file(weights, Path(path, "model.safetensors"))
-    for name in ("config.json", "generation_config.json"):
-        Path(path, name).write_text("{}")
-
-
 def quantized(path: str) -> None:
     """Write a weight in FP8 with the scale of its block."""
     leaves = {
@@ -328,7 +313,6 @@ def _manager() -> dict[str, Any]:
 
 @stage("docs/guides/recipes.md")
 def _recipes() -> dict[str, Any]:
-    named_as_llama("hf/llama")
     return {}
 
 
