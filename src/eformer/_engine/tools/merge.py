@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from eformer._engine.formats.find import reading, reread_all
 from eformer._engine.formats.model_config import model_config
+from eformer._engine.formats.model_rules import ModelRules, model_rules
 from eformer._engine.formats.quantized import dtype_of_dequant
 from eformer._engine.formats.run_steps import Step, steps
 from eformer._engine.record.dtypes import dtype_from_name, floating_dtype, is_floating
@@ -18,7 +19,6 @@ from eformer._engine.record.lazy_arrays import stored_leaves
 from eformer._engine.record.merge_weights import Weights, weights_of, weights_of_ema
 from eformer._engine.record.merged_arrays import WeightedSum
 from eformer._engine.record.names import names_below, resolve
-from eformer._engine.record.rename import rules_from
 from eformer._engine.record.text import count, few, shortened
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tools.convert import convert_opened, left_out_of, require_numbers
@@ -358,11 +358,17 @@ class _Lora:
             )
         ((new, old),) = prefixes.items()
         into = cast("MergedView", view(base, old, kind=MergedView))
-        rules = None if self.rename is None else rules_from(self.rename)
-        lora = view(adapter, None, kind=View, rules=rules, config=rules and model_config(base.store))
+        lora = view(adapter, None, kind=View, settled=self.rules(base, adapter))
         require_numbers(base, into, {leaf.name for a in into.arrays.values() for leaf in stored_leaves(a)})
         config = lora_settings(lora, self.config)
         added = add_lora(into.arrays, lora, config, partial(_dtype_for, dtype=self.dtype))
         into.merged, into.notes = added.arrays, added.notes
         into.origins = [into.as_parent, {**lora.as_parent, "as": "lora"}]
         return base, {new: into}
+
+    def rules(self, base: Found, adapter: Found) -> ModelRules | None:
+        """Return the rules for the leaves of the LoRA, with the configuration of the base."""
+        with reading(adapter):
+            origin = adapter.tree(None).origin
+        configs = [lambda: model_config(base.store)]
+        return model_rules(self.rename, back=False, origin=origin, configs=configs, path=adapter.path)
