@@ -522,3 +522,11 @@ def test_huge_numbers_are_refused_soon(rules, name, shape, problem):
 def test_a_text_with_a_zero_byte_is_no_rule():
     with pytest.raises(FormatError):
         rules_from("a{\0} <-> b")
+
+
+def test_a_rule_that_stacks_fewer_leaves_than_beside_them_is_noted():
+    rule = "{*p}.{l}.{*q} [...] <-> {*p}.{*q} [l ...]"
+    leaves = layers(3, D, name="dec.{}.a") | layers(2, D, name="dec.{}.b") | layers(2, D, name="enc.{}.a")
+    (note,) = applied(rule, leaves).notes
+    assert note == "line 1 stacks different numbers of leaves: dec.b of 2; dec.a of 3; some may be missing"
+    assert not applied(rule, {name: leaf for name, leaf in leaves.items() if name[-1] == "a"}).notes

@@ -15,6 +15,7 @@ from eformer._engine.record.origin import book_in, config_in, rules_in, trimmed_
 from eformer._engine.record.rename import RenamingRules, parse_book, rules_from
 from eformer._engine.record.rule_books import is_layout
 from eformer._engine.record.stages import ModelFacts
+from eformer.errors import NotFoundError
 
 if TYPE_CHECKING:
     from eformer._engine.record.origin import Origin
@@ -52,7 +53,10 @@ class ModelRules:
 
 def rules_for(rules: RenamingRules, config: Config, origin: Origin | None, path: str) -> ModelRules:
     """Return rules for a model. Raise ValueError if they would read another layout backwards than the origin has."""
-    rules, recorded = rules.of_model(config), book_in(origin or {})
+    try:
+        rules, recorded = rules.of_model(config), book_in(origin or {})
+    except NotFoundError as error:
+        raise NotFoundError(f"{path}: {error}") from error
     book = _book_of(rules)
     if rules.back and book and recorded and book.name != recorded:
         raise ValueError(

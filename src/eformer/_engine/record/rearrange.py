@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,8 +22,9 @@ from eformer._engine.record.axes import Layout, all_names, lattice, size_of, sol
 from eformer._engine.record.dequant_step import dequantized_by, digits_of
 from eformer._engine.record.dtypes import dtype_from_name, is_floating, name_of_dtype
 from eformer._engine.record.lazy_arrays import Computed, Rearranged, Resized, Shared, SourceBlock
-from eformer._engine.record.notation import REST, blocks_of, names_in
+from eformer._engine.record.notation import REST, NumberHole, blocks_of, names_in
 from eformer._engine.record.templates import KnownSizes, Template
+from eformer._engine.record.text import few
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -50,6 +53,7 @@ class Pair(NamedTuple):
 
 
 _MOST_LEAVES = 2**20
+_TO_NUMBER = re.compile(r"\d")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,6 +154,13 @@ class ReadyRule:
             [f"{step} undone" for step in self.rule.steps[::-1]] if self.back else map(str, self.rule.steps)
         )
         return ", ".join([*moved, *steps])
+
+    @cached_property
+    def stacks_numbers(self) -> bool:
+        """Tell whether sources are stacked by numbers in their names, each of which is one axis."""
+        holes = [part for t in self.sources for part in t.leaf.parts if isinstance(part, NumberHole)]
+        stacked = {name for pair in self.pairs for name in pair.numbered}
+        return any(len(hole.digits) == 1 and hole.digits[0].axis in stacked for hole in holes)
 
     @cached_property
     def moves_nothing(self) -> bool:
@@ -425,6 +436,19 @@ class Assembly:
                 yield name, target, array if target.rule.back else _with_steps(array, target, name)
             except FormatError as error:
                 self.problems[str(error)] = None
+
+    def ragged(self) -> Iterator[str]:
+        """Yield a note for each rule that stacks fewer leaves in some of its targets than in others beside them."""
+        numbers = defaultdict[tuple[str, str], dict[int, str]](dict)
+        for name, target in self.targets.items():
+            if target.rule.stacks_numbers:
+                beside = _TO_NUMBER.split(target.first.name, maxsplit=1)[0]
+                for members in target.members.values():
+                    numbers[target.rule.where, beside].setdefault(len(members), name)
+        for (where, _), names in numbers.items():
+            if len(names) > 1:
+                found = few([f"{name} of {number}" for number, name in sorted(names.items())])
+                yield f"{where} stacks different numbers of leaves: {found}; some may be missing"
 
     def _made(self, name: str, target: Target) -> LazyArray:
         ready = target.rule
