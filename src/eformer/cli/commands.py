@@ -28,10 +28,12 @@ from eformer.cli.group import (
     with_options,
 )
 from eformer.cli.pages import report, serve
+from eformer.cli.together import by_all_processes
 from eformer.errors import NotFoundError
 
 if TYPE_CHECKING:
     from eformer._engine.formats.run_steps import StepChoice
+    from eformer._engine.processes.crew import Crew
     from eformer._engine.tools.prune import Pruned
     from eformer._engine.tools.verify import Verification
 
@@ -161,8 +163,14 @@ def list_leaves(path: str, name: str | None, step: StepChoice, prefix: str | Non
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: an object, or a list for several paths.")
 @options.quiet
+@by_all_processes
 def verify(
-    paths: tuple[str, ...], step: StepChoice, signed_by: str | None, as_json: bool, quiet: bool
+    paths: tuple[str, ...],
+    step: StepChoice,
+    signed_by: str | None,
+    as_json: bool,
+    quiet: bool,
+    crew: Crew | None,
 ) -> None:
     """Check every byte of the checkpoints at PATH against their digests. The path of a run checks all of its steps.
 
@@ -180,15 +188,16 @@ def verify(
     eformer verify ./run
     eformer verify ./run --step 100
     eformer verify ./checkpoint ./other
+    srun -N 32 eformer verify s3://bucket/run/step-9000
     """
     from eformer._engine.tools.verify import verify as check
 
     checked, codes = [], []
     for path in paths:
         try:
-            found = check(path, step=step, signed_by=signed_by, progress=wants_bar(quiet))
+            found = check(path, step=step, signed_by=signed_by, progress=wants_bar(quiet), executor=crew)
         except (ValueError, OSError) as error:
-            if len(paths) == 1:
+            if len(paths) == 1 or crew:
                 raise
             checked.append({"path": path, "ok": False, "error": str(error)})
             codes.append(exit_code("verify", error))
