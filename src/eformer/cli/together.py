@@ -6,11 +6,14 @@ Tests: tests/multihost/test_crew.py, tests/cli/test_together.py.
 from __future__ import annotations
 
 import io
+import os
 import sys
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+from eformer.errors import ProcessError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +41,7 @@ class _State:
     """The processes of this command, once it runs in several."""
 
     crew: Crew | None = None
+    is_waiting = False  # a thread of JAX still waits for the other processes
 
 
 def by_all_processes(command: F) -> F:
@@ -47,7 +51,11 @@ def by_all_processes(command: F) -> F:
     def run(*args: Any, coordinator: str | None, process: str | None, **given: Any) -> Any:
         from eformer._engine.processes.launch import crew_of  # late: `--help` should not wait for it
 
-        crew = crew_of(coordinator, process)
+        try:
+            crew = crew_of(coordinator, process)
+        except ProcessError:
+            _State.is_waiting = True
+            raise
         if crew.count == 1:
             return command(*args, crew=None, **given)
         _State.crew = crew
@@ -79,10 +87,12 @@ def is_said_elsewhere(error: Exception) -> bool:
 
 def leave_together(code: int) -> None:
     """End this process with the exit code of all; return if it is alone."""
-    if _State.crew is None:
+    if _State.crew is None and not _State.is_waiting:
         return
     from eformer._engine.processes.crew import leave
 
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+    if _State.crew is None:
+        os._exit(code)
     leave(_State.crew, code)

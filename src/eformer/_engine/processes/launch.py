@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import os
 import re
+import threading
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +19,15 @@ from msgspec import Struct
 
 from eformer._engine.processes.coordination import Board, BoardOfSeveral, Hosts, Together
 from eformer._engine.processes.crew import Crew
-from eformer._engine.processes.hosts import service_client
 from eformer._engine.record.division import Part, parse_part
 from eformer.errors import ProcessError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-_SECONDS_TO_START = 300  # until all processes have come
+START_TIMEOUT = "EFORMER_START_TIMEOUT"  # a variable: seconds until all processes have come
+_SECONDS_TO_START = 300
+_NEVER = 7 * 24 * 3600  # seconds
 _SECONDS_TO_MEET = 7 * 24 * 3600.0  # a process that has died is noticed much earlier
 ALONE = "pass --process 0/1 to run this process alone"
 
@@ -180,26 +183,92 @@ def _require(environ: Mapping[str, str], name: str, form: str, expected: str) ->
 
 def _connect(launch: Launch) -> Crew:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a tool needs no accelerator, which a training job may use
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # warnings about the recovery below
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # else the service logs each connection
+    seconds = _number(os.environ, START_TIMEOUT, 1) if START_TIMEOUT in os.environ else _SECONDS_TO_START
     try:
-        import jax  # late: one machine needs no jax
-
-        # Else JAX ends every process without a message when one dies.
-        jax.config.update("jax_enable_recoverability", True)
-        jax.config.update("jax_enable_preemption_service", False)
-        jax.distributed.initialize(
-            launch.coordinator or None,
-            launch.part.count,
-            launch.part.number,
-            initialization_timeout=int(os.environ.get("EFORMER_START_TIMEOUT", _SECONDS_TO_START)),
-        )
+        address = launch.coordinator or _address_of(launch, seconds)
+        return LaunchedCrew(_joined(address, launch.part, seconds), launch.part)
     except Exception as error:
         raise ProcessError(
-            f"process {launch.part} of {launch.launcher} could not connect to the others: {_first_line(error)}. Start "
+            f"process {launch.part} of {launch.launcher} could not reach the others: {_first_line(error)}. Start "
             f"all {launch.part.count} processes with the same command, pass --coordinator HOST:PORT of process 0, or "
             f"{ALONE}"
         ) from error
-    return LaunchedCrew(service_client(), launch.part)
+
+
+def _address_of(launch: Launch, seconds: int) -> str:
+    """Ask JAX for the address of the first process."""
+    from jax._src import clusters  # noqa: TID251  JAX has no public name for it
+
+    part = launch.part
+    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        None, part.count, part.number, [0], None, seconds
+    )
+    if found[0] is None:
+        raise ProcessError("JAX does not find the address of process 0")
+    return str(found[0])
+
+
+def _joined(address: str, part: Part, seconds: int) -> Any:
+    """Start JAX's coordination service in the first process, and connect to it.
+
+    `jax.distributed.initialize` would also start devices, and end this process when any other one dies: here, only the
+    death of the first process does that.
+    """
+    from jax._src.lib import _jax  # noqa: TID251  late: one machine needs no jax
+
+    port = address.rpartition(":")[2]
+    if part.is_first:
+        with _without_warnings():
+            _Service.running = _jax.get_distributed_runtime_service(
+                f"[::]:{port}", part.count, cluster_register_timeout=_NEVER, shutdown_timeout=1, recoverable=True
+            )
+    client = _jax.get_distributed_runtime_client(
+        address,
+        part.number,
+        init_timeout=_NEVER,
+        shutdown_timeout=1,
+        shutdown_on_destruction=False,
+        use_compression=True,
+    )
+    _connect_within(client.connect, seconds)
+    return client
+
+
+class _Service:
+    running: Any = None  # kept, because the service ends with its last reference
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Discard standard error: JAX warns that recovery is an experiment, whatever its log level."""
+    there = os.dup(2)
+    with open(os.devnull, "wb") as nothing:  # noqa: PTH123
+        os.dup2(nothing.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(there, 2)
+        os.close(there)
+
+
+def _connect_within(connect: Callable[[], Any], seconds: int) -> None:
+    """Connect in a thread: JAX ends the program if the processes do not come within its own limit."""
+    errors: list[Exception] = []
+
+    def call() -> None:
+        try:
+            connect()
+        except Exception as error:  # noqa: BLE001  raised by the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=call, name="eformer-connect", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if thread.is_alive():
+        raise ProcessError(f"after {seconds} s not all of them have come")
 
 
 def _first_line(error: Exception) -> str:

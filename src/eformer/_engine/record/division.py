@@ -77,8 +77,8 @@ class Line:
     def span(self, start: int, stop: int) -> Span:
         """Return the places of the bytes from `start` to `stop`, which may lie beyond the line. Everything before the
         first extent belongs to the first byte, such as a header."""
-        if stop <= 0 or start >= self.nbytes > 0:
-            return Span(_LAST, _LAST)
+        if stop <= 0 or start >= self.nbytes or start == stop:
+            return NOTHING
         return Span((0, 0) if start <= 0 else self.place(start), self.place(stop))
 
 
@@ -102,11 +102,16 @@ class Span(Struct, frozen=True):
 
 
 ALL = Span()
+NOTHING = Span(_LAST, _LAST)
 
 
 def spans(lines: Sequence[Line], part: Part) -> list[Span]:
     """Return the span of a part on each of several lines, which follow each other."""
     share = part.share(sum(line.nbytes for line in lines))
     before = accumulate((line.nbytes for line in lines), initial=0)
-    found = [line.span(share.start - at, share.stop - at) for line, at in zip(lines, before, strict=False)]
-    return [ALL] * len(lines) if part == WHOLE else found
+    if part == WHOLE:
+        return [ALL] * len(lines)
+    return [
+        line.span(share.start - at, share.stop - at) if line.nbytes else ALL if part.is_first else NOTHING
+        for line, at in zip(lines, before, strict=False)
+    ]
