@@ -108,3 +108,16 @@ def test_a_process_whose_others_never_come_says_so(saved):
     assert outcome.codes == [1]
     assert "process 0/2 of Slurm could not reach the others" in outcome.errors[0]
     assert "--process 0/1" in outcome.errors[0]
+
+
+def test_several_processes_compare_and_report(saved, tmp_path):
+    tree = checkpoint.load(saved)
+    tree["layer3"]["w"] = np.asarray(tree["layer3"]["w"]) + 1
+    checkpoint.save(tree, tmp_path / "other")
+    outcome = launched(3, "diff", saved, tmp_path / "other")
+    assert outcome.codes == [1, 1, 1], outcome
+    assert outcome.outputs == [f"{checkpoint.diff(saved, tmp_path / 'other')}\n", "", ""]
+    outcome = launched(2, "report", saved, "--against", tmp_path / "other", "--json")
+    assert outcome.codes == [0, 0], outcome
+    alone = checkpoint.report(saved, tmp_path / "other").data
+    assert json.loads(outcome.outputs[0])["leaves"] == json.loads(json.dumps(alone["leaves"]))

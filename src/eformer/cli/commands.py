@@ -264,7 +264,8 @@ def sign(path: str, key: str, as_json: bool) -> None:
 @options.prefix
 @options.as_json
 @options.quiet
-def diff(a: str, b: str, prefix: str | None, as_json: bool, quiet: bool) -> None:
+@by_all_processes
+def diff(a: str, b: str, prefix: str | None, as_json: bool, quiet: bool, crew: Crew | None) -> None:
     """Compare the checkpoints at A and B: leaves, shapes, dtypes, values.
 
     Formats and shardings may differ. Leaves of one dtype are equal if their bits are equal. Leaves that became NaN or
@@ -276,7 +277,7 @@ def diff(a: str, b: str, prefix: str | None, as_json: bool, quiet: bool) -> None
     """
     from eformer._engine.tools.diff import diff as compare
 
-    found = compare(a, b, prefix=prefix, progress=wants_bar(quiet))
+    found = compare(a, b, prefix=prefix, progress=wants_bar(quiet), executor=crew)
     if as_json:
         print_json(picked(found, "a", "b", "same", "added", "removed", "unchanged", "notes", "changed"))
     elif not quiet:

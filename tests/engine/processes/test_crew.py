@@ -89,10 +89,45 @@ def test_an_executor_is_asked_for():
         checkpoint.verify("x", executor=3)
 
 
-def test_dask_checks_a_run(saved):
-    distributed = pytest.importorskip("distributed")
-    with (
-        distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, host="127.0.0.1") as cluster,
-        distributed.Client(cluster) as client,
-    ):
-        assert checkpoint.verify(saved, executor=client.get_executor()) == checkpoint.verify(saved)
+def changed(saved):
+    tree = checkpoint.load(saved / "step-2")
+    tree["w3"] = np.asarray(tree["w3"]).copy()
+    tree["w3"][150:] += 1
+    tree["w5"] = np.full((300, 1000), np.nan, np.float32)
+    tree["new"] = np.zeros((10_000, 1000), np.float32)  # larger than a box
+    checkpoint.save(tree, saved / "step-3")
+    tree["new"][7000, 3] = 2
+    checkpoint.save(tree, saved / "step-4")
+
+
+def test_a_process_pool_compares_the_same(saved, pool):
+    changed(saved)
+    for a, b in (("step-2", "step-3"), ("step-3", "step-4"), ("step-1", "step-1")):
+        alone = checkpoint.diff(saved / a, saved / b)
+        assert str(checkpoint.diff(saved / a, saved / b, executor=pool)) == str(alone)
+
+
+def test_progress_of_a_comparison_is_in_bytes(saved):
+    changed(saved)
+    told = []
+    checkpoint.diff(saved / "step-2", saved / "step-3", executor=Here(), progress=lambda *call: told.append(call))
+    assert told[-1] == (8 * 1_200_000, 8 * 1_200_000)
+
+
+@pytest.mark.parametrize("against", [None, "step-2"])
+def test_a_process_pool_makes_the_same_report(saved, pool, against):
+    changed(saved)
+    other = against and saved / against
+    alone, by_pool = (checkpoint.report(saved / "step-3", other, executor=e).data for e in (None, pool))
+    for data in (alone, by_pool):
+        del data["summary"]["made_at"]
+    assert by_pool == alone
+
+
+def test_damage_is_in_the_report_of_a_pool(saved, pool):
+    (file,) = (saved / "step-1").glob("model*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 255
+    file.write_bytes(data)
+    alone, by_pool = (checkpoint.report(saved / "step-1", prefix="", executor=e).data for e in (None, pool))
+    assert by_pool["leaves"]["problems"] == alone["leaves"]["problems"] != {}
