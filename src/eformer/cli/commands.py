@@ -369,7 +369,12 @@ _MOST_NOTES = 20
 @click.option(
     "--memory", type=Size(), default="2GB", show_default=True, help="Maximum memory of the program."
 )
+@click.option(
+    "--part", metavar="I/N", help="Write part I of N, from 0: for arrays of independent jobs, then --commit."
+)
+@click.option("--commit", is_flag=True, help="Make DESTINATION from all parts that --part has written.")
 @options.as_json
+@by_all_processes
 def convert(
     source: str,
     destination: str,
@@ -381,6 +386,7 @@ def convert(
     no_dequant: bool,
     dry_run: bool,
     as_json: bool,
+    crew: Crew | None,
     **arguments: Any,
 ) -> None:
     """Convert the checkpoint at SOURCE to a new checkpoint at DESTINATION, which appears complete or not at all.
@@ -407,7 +413,7 @@ def convert(
     lm_head\\.weight ->
     """
     from eformer._engine.record.text import count
-    from eformer._engine.tools.convert import convert as carry_out
+    from eformer._engine.tools.convert import convert_in
 
     if settings and model_config:
         raise click.UsageError(
@@ -415,7 +421,8 @@ def convert(
         )
     if dequant is not None and no_dequant:
         raise click.UsageError("--dequant and --no-dequant exclude each other")
-    done = carry_out(
+    done = convert_in(
+        crew,
         source,
         destination,
         keys=keys or None,
