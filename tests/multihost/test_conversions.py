@@ -57,7 +57,7 @@ hooked(before=lambda number, name: os.kill(os.getpid(), 9) if number == {at} els
 @pytest.mark.parametrize("at", [1, 5, 9, 14, 22, 30, 45, 60, 90])
 @pytest.mark.parametrize("case", ["shards", "zarr"])
 def test_a_killed_process_is_named_and_the_next_try_goes_on(sources, alone, tmp_path, case, at):
-    source, name, words = words_of(case, sources)
+    source, _name, words = words_of(case, sources)
     tests = os.path.dirname(os.path.dirname(__file__))
     programs = {0: QUICK, 1: QUICK + DIE.format(at=at, tests=tests), 2: QUICK}
     outcome = launched(3, "convert", source, tmp_path / "new", *words, programs=programs)
@@ -74,7 +74,7 @@ def test_a_killed_process_is_named_and_the_next_try_goes_on(sources, alone, tmp_
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("at", [1, 8, 20, 40, 60, 80, 100, 120, 140])
 def test_the_first_process_is_killed_and_nothing_half_done_is_visible(sources, alone, tmp_path, at):
-    source, name, words = words_of("shards", sources)
+    source, _name, words = words_of("shards", sources)
     tests = os.path.dirname(os.path.dirname(__file__))
     programs = {0: DIE.format(at=at, tests=tests)}
     outcome = launched(2, "convert", source, tmp_path / "new", *words, programs=programs)
@@ -89,7 +89,7 @@ def test_the_first_process_is_killed_and_nothing_half_done_is_visible(sources, a
 
 
 def test_an_error_in_one_process_is_one_error_in_all_and_nothing_is_visible(sources, tmp_path):
-    source, name, words = words_of("shards", sources)
+    source, _name, words = words_of("shards", sources)
     full = "import eformer._engine.stores.new_files as f, errno\n"
     full += "def fail(*a): raise OSError(errno.ENOSPC, 'No space left', 'model-3')\nf.write_all = fail"
     outcome = launched(3, "convert", source, tmp_path / "new", *words, programs={2: full})

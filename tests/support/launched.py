@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from support.processes import _free_port
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 LIMIT = 90  # seconds
 
@@ -21,14 +23,21 @@ class Outcome:
         self.codes, self.outputs, self.errors = codes, outputs, errors
 
     def __repr__(self) -> str:
-        return f"{self.codes}\n" + "\n".join(f"{o}\n{e}" for o, e in zip(self.outputs, self.errors, strict=True))
+        return f"{self.codes}\n" + "\n".join(
+            f"{o}\n{e}" for o, e in zip(self.outputs, self.errors, strict=True)
+        )
 
 
 class Launched:
     """Processes of `eformer WORDS`, with `--coordinator` and `--process`, or with the variables of a launcher."""
 
     def __init__(
-        self, count: int, *words: Any, variables: Any = None, programs: dict[int, str] | None = None, **environ: str
+        self,
+        count: int,
+        *words: Any,
+        variables: Any = None,
+        programs: dict[int, str] | None = None,
+        **environ: str,
     ) -> None:
         port = _free_port()
         self.processes = []

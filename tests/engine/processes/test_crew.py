@@ -21,7 +21,7 @@ class Here(Executor):
         future = Future()
         try:
             future.set_result(function(*args, **kwargs))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  the future has it
             future.set_exception(error)
         return future
 
@@ -80,12 +80,12 @@ def test_a_dead_worker_is_named(saved):
 
     with ProcessPoolExecutor(1, get_context("spawn")) as executor:
         executor.submit(die)
-        with pytest.raises((ProcessError, RuntimeError), match="died|broken|abruptly"):
+        with pytest.raises((ProcessError, RuntimeError), match=r"died|broken|abruptly"):
             checkpoint.verify(saved, executor=executor)
 
 
 def test_an_executor_is_asked_for():
-    with pytest.raises(TypeError, match="expected a concurrent.futures.Executor"):
+    with pytest.raises(TypeError, match=r"expected a concurrent\.futures\.Executor"):
         checkpoint.verify("x", executor=3)
 
 
@@ -110,7 +110,9 @@ def test_a_process_pool_compares_the_same(saved, pool):
 def test_progress_of_a_comparison_is_in_bytes(saved):
     changed(saved)
     told = []
-    checkpoint.diff(saved / "step-2", saved / "step-3", executor=Here(), progress=lambda *call: told.append(call))
+    checkpoint.diff(
+        saved / "step-2", saved / "step-3", executor=Here(), progress=lambda *call: told.append(call)
+    )
     assert told[-1] == (8 * 1_200_000, 8 * 1_200_000)
 
 

@@ -14,7 +14,11 @@ def test_each_piece_is_in_one_part(count):
     found = []
     for number in range(count):
         for line, span in zip(lines, spans(lines, Part(number, count)), strict=True):
-            found += [p for p in PIECES if p in span and any(e[0] == p[0] and 0 <= p[1] - e[1] < e[2] for e in line.extents)]
+            found += [
+                p
+                for p in PIECES
+                if p in span and any(e[0] == p[0] and 0 <= p[1] - e[1] < e[2] for e in line.extents)
+            ]
     assert sorted(found) == sorted(PIECES)
 
 
@@ -32,7 +36,11 @@ def test_the_header_of_a_file_belongs_to_one_part():
 def test_nothing_can_be_divided():
     assert spans([], Part(1, 2)) == []
     assert [(0, 0) in spans([Line([])], Part(n, 3))[0] for n in range(3)] == [True, False, False]
-    assert [(0, 0) in spans([Line([]), Line(EXTENTS)], Part(n, 3))[0] for n in range(3)] == [True, False, False]
+    assert [(0, 0) in spans([Line([]), Line(EXTENTS)], Part(n, 3))[0] for n in range(3)] == [
+        True,
+        False,
+        False,
+    ]
     assert spans([Line([])], WHOLE) == [ALL]
 
 

@@ -110,7 +110,7 @@ def measure(
 
 
 def _leaves_of(leaves: Sequence[Leaf], part: Part) -> list[Leaf]:
-    """Return the leaves of a part: their middle lies in its share of all bytes. One process counts a whole leaf, so that
+    """Return the leaves of a part: their middle lies in its share of all bytes. One process counts a whole leaf, so
     the statistics do not depend on the number of processes."""
     weights = [leaf.entry.nbytes + 1 for leaf in leaves if leaf.entry]
     share = part.share(sum(weights))
@@ -130,9 +130,7 @@ def joined(parts: Sequence[MeasuredPart]) -> MeasuredPart:
     """Join the leaves of all parts. Raise AgainError if a checkpoint was replaced meanwhile."""
     if any(part.digests != parts[0].digests for part in parts):
         raise AgainError
-    return MeasuredPart(
-        parts[0].digests, {path: one for part in parts for path, one in part.leaves.items()}
-    )
+    return MeasuredPart(parts[0].digests, {path: one for part in parts for path, one in part.leaves.items()})
 
 
 class _Pair:

@@ -122,8 +122,8 @@ def report(
     keep       rules as for `Run`: a report on a run shows which steps they keep
     memory     the most bytes that the program takes; None for 1 GB more than it takes now
     progress   True for a progress bar, or a function of the bytes read and the total
-    executor   a `concurrent.futures.Executor` whose workers read the arrays, a part of the bytes each; a report on a run
-               is made here
+    executor   a `concurrent.futures.Executor` whose workers read the arrays, a part of the bytes each; a report on a
+               run is made here
 
     Every array is read once, box by box, and checked against its digests where the format has them; damage is shown in
     the report, and does not raise.

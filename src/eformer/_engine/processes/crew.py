@@ -73,8 +73,8 @@ def divided(
 
 def _never_the_same(doing: str) -> ProcessError:
     return ProcessError(
-        f"{doing}: the processes do not see the same checkpoint. All of them need the same files, on a file system that "
-        "they share, and no save may replace them meanwhile"
+        f"{doing}: the processes do not see the same checkpoint. All of them need the same files, on a file system "
+        "that they share, and no save may replace them meanwhile"
     )
 
 

@@ -139,14 +139,16 @@ def _tpu(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _kubernetes(environ: Mapping[str, str]) -> Launch | None:
-    """An Indexed Job tells a pod its index alone: JAX asks Kubernetes for the rest, by the package `kubernetes`. Without
-    it, the pods are independent, as in an array."""
+    """An Indexed Job tells a pod its index alone: JAX asks Kubernetes for the rest, by the package `kubernetes`.
+    Without it, the pods are independent, as in an array."""
     if not {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= set(environ) or not find_spec("kubernetes"):
         return None
     number = _number(environ, "JOB_COMPLETION_INDEX", 0)
     count = _pods_of_job()
     if number >= count:
-        raise ValueError(f"JOB_COMPLETION_INDEX={number}: expected less than the parallelism of the Job, {count}")
+        raise ValueError(
+            f"JOB_COMPLETION_INDEX={number}: expected less than the parallelism of the Job, {count}"
+        )
     return Launch(Part(number, count), "Kubernetes")
 
 
@@ -175,7 +177,9 @@ def _require(environ: Mapping[str, str], name: str, form: str, expected: str) ->
     text = environ.get(name, "")
     if not re.fullmatch(form, text):
         state = f"{name}={text!r}" if name in environ else f"{name} is not set"
-        raise ValueError(f"{state}: expected {expected} from the launcher; pass --coordinator HOST:PORT, or {ALONE}")
+        raise ValueError(
+            f"{state}: expected {expected} from the launcher; pass --coordinator HOST:PORT, or {ALONE}"
+        )
 
 
 # --------------------------------------------------------------------------------------------- connect
@@ -215,13 +219,17 @@ def _joined(address: str, part: Part, seconds: int) -> Any:
     `jax.distributed.initialize` would also start devices, and end this process when any other one dies: here, only the
     death of the first process does that.
     """
-    from jax._src.lib import _jax  # noqa: TID251  late: one machine needs no jax
+    from jaxlib import _jax  # noqa: TID251  JAX has no public name for the service without its devices
 
     port = address.rpartition(":")[2]
     if part.is_first:
         with _without_warnings():
             _Service.running = _jax.get_distributed_runtime_service(
-                f"[::]:{port}", part.count, cluster_register_timeout=_NEVER, shutdown_timeout=1, recoverable=True
+                f"[::]:{port}",
+                part.count,
+                cluster_register_timeout=_NEVER,
+                shutdown_timeout=1,
+                recoverable=True,
             )
     client = _jax.get_distributed_runtime_client(
         address,

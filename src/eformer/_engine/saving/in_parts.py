@@ -13,14 +13,13 @@ from bisect import bisect_left
 from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 from msgspec import Struct
 
 from eformer._engine.record.digests import DIGEST_DIGITS, NO_DIGEST, xxh3_128
 from eformer._engine.record.division import ALL, WHOLE, Line, Part, Span
-from eformer._engine.record.manifest import Receipt
 from eformer._engine.record.pieces import piece_sizes
 from eformer._engine.record.planned import LazyArray, PlannedExtent, PlannedFile
 from eformer._engine.saving.fingerprints import lacks_fingerprint, note_fingerprints
@@ -36,8 +35,9 @@ from eformer._engine.tasks.progress import SILENT
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from eformer._engine.record.manifest import LeafEntry
+    from eformer._engine.record.manifest import LeafEntry, Receipt
     from eformer._engine.record.planned import Source
+    from eformer._engine.stores.base import Upload
     from eformer._engine.tasks.progress import Meter
 
 _ATOMIC = 40  # a leaf of at most this part of a share is not divided if that would read it twice
@@ -131,7 +131,9 @@ def own_part(trees: Sequence[PlannedTree], part: Part) -> OwnPart:
         if (found := _own(tree, file, at, extent, numbers[tree, file], one, span, len(share)))
     ]
     headers = [
-        place for place in places if (numbers[place], 0) in span and not trees[place[0]].files[place[1]].extents
+        place
+        for place in places
+        if (numbers[place], 0) in span and not trees[place[0]].files[place[1]].extents
     ]
     return OwnPart(own, headers)
 
@@ -141,7 +143,14 @@ def _start(file: PlannedFile, extent: PlannedExtent) -> int:
 
 
 def _own(
-    tree: int, file: int, at: int, extent: PlannedExtent, number: int, one: PlannedTree, span: Span, share: int
+    tree: int,
+    file: int,
+    at: int,
+    extent: PlannedExtent,
+    number: int,
+    one: PlannedTree,
+    span: Span,
+    share: int,
 ) -> Own | None:
     """Return the pieces of an extent that begin in a span; None without any."""
     start, block = _start(one.files[file], extent), one.save.entry.block
@@ -194,7 +203,14 @@ def write_part(
             files = _own_files(number, tree, own, small_leaves)
             if files:
                 threads = tree.save.threads
-                write(files, upload, tree.save.entry.block, staging, threads=threads, meter=meter)
+                write(
+                    files,
+                    cast("Upload", upload),
+                    tree.save.entry.block,
+                    staging,
+                    threads=threads,
+                    meter=meter,
+                )
     parts.put_receipt(part.number, encode_receipt(own))
 
 
@@ -241,9 +257,7 @@ def decode_receipt(data: bytes) -> list[Written]:
     return msgspec.msgpack.decode(data, type=list[Written])
 
 
-def _holds(
-    parts: Parts, trees: Sequence[PlannedTree], part: Part, own: OwnPart, meter: Meter
-) -> bool:
+def _holds(parts: Parts, trees: Sequence[PlannedTree], part: Part, own: OwnPart, meter: Meter) -> bool:
     """Tell whether the receipt of a part is there and all of its bytes match it."""
     data = parts.receipt(part.number)
     if data is None:

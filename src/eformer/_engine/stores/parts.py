@@ -19,13 +19,12 @@ import errno
 import os
 import shutil
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Struct
 
-from eformer._engine.stores.directory import Directory, lock, try_lock, unlock
+from eformer._engine.stores.directory import Directory, try_lock, unlock
 from eformer._engine.stores.durable import make_directories, replacing
 from eformer._engine.stores.journal import DATA
 from eformer._engine.stores.new_files import NewFile, NewFiles
@@ -33,6 +32,7 @@ from eformer.errors import ProcessError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
 _PLAN, _LOCK = "plan", "lock"
 
@@ -106,7 +106,9 @@ class Parts:
     @contextmanager
     def writing(self, number: int) -> Iterator[None]:
         """Hold the lock of a part. Raise ProcessError if another command writes it."""
-        with self._lock(f"part-{number}.lock", f"part {number} of {self.where} is being written by another command"):
+        with self._lock(
+            f"part-{number}.lock", f"part {number} of {self.where} is being written by another command"
+        ):
             yield
 
     @contextmanager

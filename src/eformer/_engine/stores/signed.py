@@ -37,9 +37,9 @@ from eformer._engine.tasks.progress import SILENT
 from eformer.errors import AlteredError, Damage, FormatError, SignatureError
 
 if TYPE_CHECKING:
-    from eformer._engine.record.division import Part
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from eformer._engine.record.division import Part
     from eformer._engine.record.signature import Verifier
     from eformer._engine.stores.base import Files, Store, Version
     from eformer._engine.tasks.progress import Meter

@@ -159,8 +159,9 @@ class Comparison:
 
     def merge(self, other: Comparison) -> Self:
         """Add the comparison of other boxes of the same leaf."""
-        for count in ("elements", "differing", "became_nan", "became_inf", "healed", "unlike", "special", "total"):
-            setattr(self, count, getattr(self, count) + getattr(other, count))
+        sums = ("elements", "differing", "became_nan", "became_inf", "healed", "unlike", "special", "total")
+        for name in sums:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         self.largest = max(self.largest, other.largest)
         self.beyond = float(np.maximum(self.beyond, other.beyond))  # NaN stays NaN
         self.change, self.norm = math.hypot(self.change, other.change), math.hypot(self.norm, other.norm)

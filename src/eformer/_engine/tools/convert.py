@@ -448,8 +448,13 @@ class _Work:
         """Return a text that is the same for the same conversion, by any process: the digest of all that it is made
         from."""
         read = [
-            [prefix, tree.view.as_parent, tree.view.tree.files, tree.raw_values, tree.structure, tree.origin]
-            + [tree.adapter_config, tree.view.tree.raw_metadata]
+            (
+                prefix,
+                tree.view.as_parent,
+                tree.view.tree.files,
+                tree.view.tree.raw_metadata,
+                (tree.raw_values, tree.structure, tree.origin, tree.adapter_config),
+            )
             for prefix, tree in self.trees.items()
         ]
         made = [self.target, self.place.name, self.max_shard_bytes, self.conversion.leaves, __version__]

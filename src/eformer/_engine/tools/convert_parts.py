@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.processes.crew import announced
-from eformer._engine.record.division import Part
 from eformer._engine.record.text import few
 from eformer._engine.saving.in_parts import SaveOfParts, own_part, planned, take_receipts, write_part
 from eformer._engine.saving.staging import Staging
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from eformer._engine.processes.crew import Crew
+    from eformer._engine.record.division import Part
     from eformer._engine.record.planned import Source
     from eformer._engine.saving.in_parts import OwnPart, PlannedTree
     from eformer._engine.tasks.progress import Progress
@@ -40,7 +40,7 @@ class DividedWork:
     saves          one for each tree, which every part plans alike
     budget         the bytes of elements that may be in memory
     require_free   raises if the destination is taken, or the disk too small for so many bytes
-    small_leaves   reads small leaves together: given the number of a tree and its sources, returns ready sources by name
+    small_leaves   reads small leaves together: given the number of a tree and its sources, returns ready ones by name
     commit         makes the destination with these saves
     """
 
@@ -143,8 +143,8 @@ def _begin(work: DividedWork, crew: Crew, messages: Sequence[bytes]) -> bytes:
 
 def _not_shared(work: DividedWork) -> str:
     return (
-        f"{work.parts.path}, which process 0 has made, is not visible here. All processes must write to one file system "
-        "that they share"
+        f"{work.parts.path}, which process 0 has made, is not visible here. All processes must write to one file "
+        "system that they share"
     )
 
 
@@ -170,8 +170,8 @@ def _commit(work: DividedWork, count: int) -> bytes:
         receipts = [parts.receipt(number) for number in range(count)]
         if missing := [number for number, data in enumerate(receipts) if data is None]:
             raise FileNotFoundError(
-                f"{len(missing)} of {count} parts of {work.where} are missing: {few(list(map(str, missing)))}; write them, "
-                "then commit again"
+                f"{len(missing)} of {count} parts of {work.where} are missing: {few(list(map(str, missing)))}; write "
+                "them, then commit again"
             )
         lacking = take_receipts(work.trees, [data for data in receipts if data is not None])
         if lacking:

@@ -214,7 +214,7 @@ class _ComparedPart(Struct):
     leaves: dict[int, _Compared] = {}
 
     def as_diff(self) -> Diff:
-        changes = [self.leaves[number].change() for number in sorted(self.leaves)]
+        changes = [self.leaves[at].change() for at in sorted(self.leaves)]
         changed = sorted(filter(None, changes), key=lambda change: not change.became)
         unchanged = len(changes) - len(changed)
         return Diff(self.a, self.b, self.added, self.removed, tuple(changed), unchanged, tuple(self.notes))
@@ -226,8 +226,8 @@ def _joined(parts: Sequence[_ComparedPart]) -> _ComparedPart:
     for part in others:
         if part.digests != first.digests:
             raise AgainError
-        for number, leaf in part.leaves.items():
-            there = first.leaves.setdefault(number, leaf)
+        for at, leaf in part.leaves.items():
+            there = first.leaves.setdefault(at, leaf)
             if there is not leaf and there.values and leaf.values:
                 there.values.merge(leaf.values)
     return first
@@ -330,10 +330,10 @@ class _Pair:
         found.removed |= {self.label + n: describe(v) for n, v in self.of_a.items() if n not in self.of_b}
         found.added |= {self.label + n: describe(v) for n, v in self.of_b.items() if n not in self.of_a}
         compared = set(self.arrays)
-        for number, (name, before) in enumerate(self.of_a.items(), first):
+        for at, (name, before) in enumerate(self.of_a.items(), first):
             if name in self.of_b and name not in compared:
                 change = self.recorded_change(name, before, self.of_b[name])
-                found.leaves[number] = _Compared(self.label + name, recorded=change)
+                found.leaves[at] = _Compared(self.label + name, recorded=change)
         if self.a and self.b:
             found.notes += [self.label + note for note in _notes(self.a, self.b)]
 
@@ -367,7 +367,9 @@ class _Pair:
         """Compare many small leaves read together, or one large leaf box by box."""
         assert not self.arrays or (self.a and self.b)
         starts = dict(zip(self.arrays, accumulate(self._sizes(), initial=0), strict=False))
-        for names in _batches([name for name in self.arrays if self._is_own(starts[name], name, own)], self.of_a):
+        for names in _batches(
+            [name for name in self.arrays if self._is_own(starts[name], name, own)], self.of_a
+        ):
             if len(names) > 1:
                 of_a, of_b = self.a.read_all(names), self.b.read_all(names)  # type: ignore[union-attr]
                 yield from ((name, Comparison(with_norm=False).add(of_a[name], of_b[name])) for name in names)
