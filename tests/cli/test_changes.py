@@ -151,7 +151,7 @@ def test_convert_for_programs(model, tmp_path):
         (["--memory", "much"], "'much' is not a size; write 500MB, 2GB or 1.5GiB", 2),
         (["--memory", "1MB"], "error: --memory 1 MB is not enough: 6 arrays and the program", 1),
         (["--dtype", "int3"], "error: 'int3' is not a floating dtype", 1),
-        (["--rename", "nothing.txt"], "No such file or directory: 'nothing.txt'", 1),
+        (["--rename", "nothing.txt"], "'nothing.txt' does not exist", 2),
         (["--prefix", "ema"], "has no prefix 'ema'", 1),
     ],
 )

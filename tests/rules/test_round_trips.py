@@ -1,5 +1,6 @@
 """Every tiny model goes to every layout of its family, and comes back with its names, dtypes and bits."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,7 @@ from eformer import checkpoint
 from eformer._engine.record.dtypes import name_of_dtype
 from eformer._engine.record.rename import rules_from
 from eformer._engine.record.rule_books import books, find_book
+from rules.results import RESULTS, digest
 from support.tiny_models import (
     CASES,
     MODELS,
@@ -62,6 +64,12 @@ def test_the_way_back_needs_no_model_but_its_configuration(name, layout):
         back = replace(forth, back=True).apply(there.arrays, (), config)
     shapes = {leaf: array.shape for leaf, array in back.arrays.items()}
     assert shapes == {leaf: a.shape for leaf, a in original.items() if leaf not in there.left_out}
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_the_result_is_the_one_that_was_compared_with_other_programs(name, layout):
+    """`make frameworks` compares the results with MaxText and Tunix; `python tests/rules/results.py` records them."""
+    assert digest(name, layout) == json.loads(RESULTS.read_text())[f"{name}/{layout}"]
 
 
 def test_every_family_has_a_tiny_model():

@@ -81,7 +81,9 @@ def _hint(error: click.UsageError) -> str:
 _OPTIONS = {
     "SaveOptions.max_shard_bytes ": "--max-shard-size ", "max_shard_bytes=": "--max-shard-size ",
     "allow_missing=True": "--allow-missing", "memory=": "--memory ", "prefix=": "--prefix", "dtype=": "--dtype",
-    "rename=": "--rename", "back=True": "--back", "pass config=": "pass --model-config", "config=": "--config", "foreign=True": "--foreign",
+    "rename=": "--rename", "back=True": "--back", "pass config=": "pass --model-config", "config=": "--config",
+    "foreign=True": "--foreign", "fill_from_like=True": "--fill-from-like", "root=": "--root", "keys=": "--keys",
+    "card=False": "--no-card", "Pass like=": "Pass --like", "like='": "--like '",
     "dequant=False (checkpoint.load, checkpoint.convert)": "--no-dequant", "dequant=False": "--no-dequant",
     'dequant="bf16"': "--dequant bf16",
     "pattern=": "--pattern ",

@@ -96,5 +96,5 @@ def test_a_required_number_names_the_missing_key():
         FormatError, match=r"b \+ a is unknown \(config.json has no b\); pass config= with it"
     ):
         numbers.require(parse_expression("b + a"))
-    with pytest.raises(FormatError, match="no config.json"):
+    with pytest.raises(FormatError, match=r"no config\.json"):
         Numbers({}, {}).require(parse_expression("b"))

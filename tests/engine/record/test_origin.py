@@ -152,3 +152,14 @@ def test_a_near_step_keeps_it_for_the_run(tmp_path):
         assert run.resume().step == 1
         run.after(2, TREE)
     assert inspect(tmp_path / "run", step=2).trees[""].origin == ORIGIN
+
+
+def test_a_run_that_is_resumed_by_rules_drops_the_recorded_ones(tmp_path):
+    with checkpoint.Run(tmp_path / "run", every=1, origin=ORIGIN) as run:
+        run.after(1, TREE)
+    with checkpoint.Run(tmp_path / "run", every=1) as run:
+        run.resume(rename={"w": "x"})
+        run.after(2, {"x": np.ones(3)})
+    found = inspect(tmp_path / "run", step=2).trees[""].origin
+    assert "rules" not in found
+    assert found["parents"][0]["path"].endswith("step-1")

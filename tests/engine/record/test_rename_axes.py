@@ -28,8 +28,8 @@ def layers(number, *shape, name="l.{}.w"):
 q, qkv, gate, heads = numbers(H * K, D), numbers((H + 2 * G) * K, D), numbers(2 * F, D), numbers(D, H, K)
 six, fourteen = layers(6, D), layers(14, D)
 experts = {
-    f"l.{l}.e.{e}.{n}": numbers(F, D) + 100 * l + 10 * e + len(n)
-    for l in (0, 1)
+    f"l.{i}.e.{e}.{n}": numbers(F, D) + 100 * i + 10 * e + len(n)
+    for i in (0, 1)
     for e in (0, 1, 2)
     for n in ("w1", "w03")
 }
@@ -44,7 +44,7 @@ CONSTRUCTS = {
         "l.{l}.e.{e}.{c=w1|w03} [o i] <-> {c=wi|wo} [e l i o]",
         experts,
         {
-            new: np.array([[experts[f"l.{l}.e.{e}.{old}"].T for l in (0, 1)] for e in (0, 1, 2)])
+            new: np.array([[experts[f"l.{i}.e.{e}.{old}"].T for i in (0, 1)] for e in (0, 1, 2)])
             for new, old in (("wi", "w1"), ("wo", "w03"))
         },
     ),
@@ -117,8 +117,8 @@ CONSTRUCTS = {
     ),
     "stages": (
         "a.{l}.{c=x|y}.w [o i] <-> b.{l}.{c=p|q} [i o]\n--- scanned\nb.{l}.{*q} [a ...] <-> b.{*q} [a l ...]",
-        {f"a.{l}.{c}.w": q + l + len(c) for l in (0, 1) for c in "xy"},
-        {f"b.{c}": np.stack([(q + l + 1).T for l in (0, 1)], 1) for c in "pq"},
+        {f"a.{i}.{c}.w": q + i + len(c) for i in (0, 1) for c in "xy"},
+        {f"b.{c}": np.stack([(q + i + 1).T for i in (0, 1)], 1) for c in "pq"},
     ),
     "all other axes": ("l.{l}.w [a ...] <-> w [... l a]", {"l.0.w": numbers(2, 3, 4), "l.1.w": -numbers(2, 3, 4)}, {"w": np.stack([numbers(2, 3, 4), -numbers(2, 3, 4)]).transpose(2, 3, 0, 1)}),
 }  # fmt: skip
@@ -339,7 +339,7 @@ def test_a_cast_wins_and_ends_on_the_way_back_in_the_dtype_of_the_other_side():
 def test_a_constant_leaf_is_made_and_left_out_on_the_way_back():
     rules = "n = 3\n<-> ones.{l<2} [n 1] | fill 1 / 2"
     there = arrays_of(applied(rules, {}))
-    same(there, {f"ones.{l}": np.full((3, 1), 0.5, np.float32) for l in (0, 1)})
+    same(there, {f"ones.{i}": np.full((3, 1), 0.5, np.float32) for i in (0, 1)})
     assert applied(rules, there, back=True).left_out == ["ones.0", "ones.1"]
     like = {"shapes": {"ones.5": (3, 1), "b": (2,)}, "dtypes": {"ones.5": "bfloat16"}}
     same(
@@ -376,7 +376,7 @@ def test_files_and_texts_of_a_list_are_stages_and_lines_in_a_row_are_one(tmp_pat
     (tmp_path / "first.rules").write_text("h = 4\na.{l} [(h k)] <-> b.{l} [h k]\n")
     rules = [tmp_path / "first.rules", "h = 3", "b.{l} [h d] <-> c [l h d]", r"x -> y", ("z", "w")]
     leaves = {"a.0": numbers(12), "a.1": numbers(12)}
-    with pytest.raises(MismatchError, match="h is 3 by line 1, and an axis of 4 in b.0"):
+    with pytest.raises(MismatchError, match=r"h is 3 by line 1, and an axis of 4 in b\.0"):
         applied(rules, leaves)
     found = applied([rules[0], *rules[2:]], leaves | {"x": q, "z": q})
     assert {name: array.shape for name, array in found.arrays.items()} == {
@@ -427,6 +427,25 @@ def test_a_name_that_is_no_book_and_no_file_names_the_books_near_by():
 def test_hostile_names_do_not_take_long(text):
     found = applied(text, {"x" * 300: np.float32(1), "9" * 400: np.float32(1)})
     assert len(found.kept) == 2
+
+
+@pytest.mark.parametrize(
+    ("rules", "name", "shape", "problem"),
+    [
+        ("l.{l}.{e} [d] <-> w [l e d]", "l.9999999999.8888888888", (2,), "no source for l=0, e=0"),
+        (
+            "w [l d] <-> w.{l} [d]",
+            "w",
+            (10**9, 0),
+            "makes at most 1,048,576 leaves of one, and l is 1,000,000,000",
+        ),
+        ("<-> w.{l<10000000000} [] | fill 1", "w", (), "makes at most 1,048,576 leaves of one"),
+        ("i = 0\nl.{(b i)} <-> w.{b}.{i}", "l.1", (), "the number of i is unknown"),
+    ],
+)
+def test_huge_numbers_are_refused_soon(rules, name, shape, problem):
+    with pytest.raises(MismatchError, match=problem):
+        applied(rules, {name: np.empty(shape, np.float32)})
 
 
 def test_a_text_with_a_zero_byte_is_no_rule():

@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from eformer._engine.record.rename import parse_rules
+from eformer._engine.record.rename import parse_rules, rules_from
 from eformer._engine.record.rule_books import book_names, books, find_book, is_layout, parse_file
 from eformer.errors import FormatError, NotFoundError
 
@@ -45,6 +45,12 @@ def test_a_book_has_the_digest_of_its_text():
     book = find_book("qwen3/tunix")
     assert book.sha256 == hashlib.sha256(book.text.encode()).hexdigest()
     assert (book.version, book.layout) == (1, "tunix")
+
+
+def test_rules_carry_the_books_that_they_came_from():
+    rules = rules_from(["maxtext", "params.{*q} <-> {*q}"]).of_model({"model_type": "qwen3_moe"})
+    (book,) = rules.books
+    assert book == find_book("qwen3_moe/maxtext")
 
 
 def test_the_layouts_of_flax_serve_every_model():

@@ -17,7 +17,7 @@ from eformer._engine.runs.near_parts import (
     holders_of_copies,
     where_parts_are,
 )
-from eformer._engine.runs.own_part import joined_tree
+from eformer._engine.runs.own_part import joined_tree, own_part_of
 from eformer.errors import CorruptionError, FormatError
 
 EPOCH = "0123456789abcdef"
@@ -135,3 +135,11 @@ def test_parts_without_a_table_are_refused(two):
     tree = PartStore("near-step://part", [Here(str(two[0]))]).tree
     with pytest.raises(FormatError, match="is not a part of a tree"):
         joined_tree([tree], "near-step://x", "id", own=0, metadata={})
+
+
+def test_parts_keep_the_origin_of_the_tree(tmp_path):
+    part, table = own_part_of({"w": np.zeros(3)})
+    checkpoint.save(part, tmp_path / "part", metadata=table, origin={"rules": {"book": "llama/flax"}})
+    tree = PartStore("near-step://part", [Here(str(tmp_path / "part"))]).tree
+    joined = joined_tree([tree], "near-step://x", "id", own=0, metadata={})
+    assert joined.origin == {"rules": {"book": "llama/flax"}}

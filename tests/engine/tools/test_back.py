@@ -87,9 +87,7 @@ def test_an_export_casts_once(tmp_path):
 
 
 def test_another_layout_than_the_recorded_one_is_an_error_that_names_both(ours, tmp_path):
-    problem = (
-        r"has the layout of the rules 'qwen3/maxtext', and rename='qwen3/maxtext-unscanned' would read it"
-    )
+    problem = r"has the layout of the rules 'qwen3/maxtext', and rename= with 'qwen3/maxtext-unscanned' would"
     with pytest.raises(ValueError, match=problem):
         convert(ours, tmp_path / "new", to="safetensors", rename="qwen3/maxtext-unscanned", back=True)
     with pytest.raises(ValueError, match=problem):
@@ -153,6 +151,13 @@ def test_a_load_reads_a_layout_backwards_by_its_recorded_configuration(ours):
 
 def test_a_load_of_another_layout_than_the_recorded_one_is_an_error_that_names_both(ours):
     with pytest.raises(
-        ValueError, match=r"rules 'qwen3/maxtext', and rename='qwen3/maxtext-unscanned' would"
+        ValueError, match=r"rules 'qwen3/maxtext', and rename= with 'qwen3/maxtext-unscanned'"
     ):
         load(ours, rename="maxtext-unscanned", back=True)
+
+
+def test_on_the_way_back_each_leaf_gets_the_dtype_that_it_has_in_like(tmp_path):
+    model = MODELS / "deepseek_v3"  # with biases of routers in float32
+    convert(model, tmp_path / "ours", to="safetensors", rename="maxtext")
+    convert(tmp_path / "ours", tmp_path / "theirs", to="safetensors", back=True, like=model)
+    assert diff(model, tmp_path / "theirs").same

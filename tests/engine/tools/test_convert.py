@@ -375,6 +375,7 @@ def test_a_conversion_stays_within_its_memory(large, tmp_path, form, rules):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA covers all memory on Linux alone")
+@pytest.mark.thorough
 def test_quantised_weights_become_numbers_within_the_memory(tmp_path):
     """160 MB of FP8 and 80 MB of experts of MXFP4 become 320 MB each; the experts are transposed."""
     leaves = {

@@ -49,8 +49,8 @@ def rules_for(rules: RenamingRules, config: Config, origin: Origin | None, path:
     book = _book_of(rules)
     if rules.back and book and recorded and book.name != recorded:
         raise ValueError(
-            f"{path} has the layout of the rules {recorded!r}, and rename={book.name!r} would read it as another "
-            f"layout; pass rename={recorded!r}"
+            f"{path} has the layout of the rules {recorded!r}, and rename= with {book.name!r} would read it as another "
+            f"layout; pass {recorded!r}"
         )
     return ModelRules(rules, config, tuple(_changes(book, origin or {})) if rules.back else ())
 

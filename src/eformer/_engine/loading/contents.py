@@ -13,6 +13,7 @@ from eformer._engine.record.lazy_arrays import StoredLeaf, entry_of, stored_leav
 from eformer._engine.record.manifest import UNREADABLE, LeafEntry, parse_structure
 from eformer._engine.record.names import names_below, readable, resolve
 from eformer._engine.record.rename import refuse_transformed_keys
+from eformer._engine.record.stages import ModelFacts
 from eformer._engine.record.structure import part_below
 from eformer._engine.record.text import few
 from eformer._engine.record.values import LeftToCode
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from eformer._engine.formats.dense import DenseTree
     from eformer._engine.record.lazy_arrays import LeafReader
     from eformer._engine.record.planned import LazyArray
-    from eformer._engine.record.rename import Renamed, RenamingRules
+    from eformer._engine.record.rename import RenamingRules
+    from eformer._engine.record.stages import Renamed
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,15 +167,6 @@ def with_numbers(contents: Contents, tree: DenseTree) -> Contents:
 
 
 # ---------------------------------------------------------------------------------------------- rename
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """Facts that rules need: the model's config.json, and the shapes and dtypes of the leaves to be made."""
-
-    config: Mapping[str, Any] = field(default_factory=dict)
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    dtypes: dict[str, str] = field(default_factory=dict)
 
 
 NO_FACTS = ModelFacts()

@@ -376,8 +376,8 @@ class Load:
         """Load the tree of one checkpoint, or of several as if they were one."""
         with ExitStack() as stack:
             sources = [self.find(found, stack) for found in all_found]
-            self.rename(sources)
             with gc_paused():
+                self.rename(sources)
                 contents, selection = self.select(sources)
                 self.place(sources, contents, selection)
             arrays = self.fetch(sources)

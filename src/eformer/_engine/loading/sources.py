@@ -28,7 +28,6 @@ from eformer._engine.formats.quantized import dense_name, dtype_of_dequant, quan
 from eformer._engine.loading.contents import (
     NO_FACTS,
     NOTHING,
-    ModelFacts,
     below,
     named_like,
     renamed,
@@ -47,6 +46,7 @@ from eformer._engine.record.lazy_arrays import Rearranged, shared_in, stored_lea
 from eformer._engine.record.names import BARE_LEAF, readable, refuse_root, resolve
 from eformer._engine.record.origin import Origin, config_in, new_origin, parent_of, rules_in
 from eformer._engine.record.pieces import bounding, pieces
+from eformer._engine.record.stages import ModelFacts
 from eformer._engine.record.text import few
 from eformer._engine.tasks.forks import Lock
 from eformer._engine.tasks.pool import run_all
@@ -64,7 +64,8 @@ if TYPE_CHECKING:
     from eformer._engine.loading.select import LeafTarget
     from eformer._engine.record.manifest import LeafEntry, TreeEntry
     from eformer._engine.record.planned import LazyArray
-    from eformer._engine.record.rename import Renamed, RenamingRules
+    from eformer._engine.record.rename import RenamingRules
+    from eformer._engine.record.stages import Renamed
     from eformer._engine.stores.base import Files
     from eformer._engine.tasks.progress import Meter
 

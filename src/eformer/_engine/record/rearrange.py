@@ -48,6 +48,9 @@ class Pair(NamedTuple):
     chosen: tuple[str, ...]
 
 
+_MOST_LEAVES = 2**20
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Solved:
     """The axes and sizes of sources of one shape and dtype."""
@@ -210,8 +213,11 @@ class Assembly:
         member = Member(name, array, solved)
         for pair_number, pair in ready.pairs_of[number]:
             index = tuple([bound[axis] for axis in pair.numbered])
-            for whole in self._chosen(pair, bound, solved.sizes):
-                self._put(ready, pair_number, whole, index, member)
+            try:
+                for whole in self._chosen(pair, bound, solved.sizes):
+                    self._put(ready, pair_number, whole, index, member)
+            except FormatError as error:
+                self.problems[f"{ready.where}: {error}"] = None
 
     @staticmethod
     def _chosen(pair: Pair, bound: Bound, sizes: Sizes) -> Iterator[Bound]:
@@ -219,7 +225,7 @@ class Assembly:
         if not pair.chosen:
             yield bound
             return
-        for index in itertools.product(*(range(sizes[axis]) for axis in pair.chosen)):
+        for index in _indices(pair.chosen, sizes):
             yield {**bound, **dict(zip(pair.chosen, index, strict=True))}
 
     def _put(
@@ -257,7 +263,7 @@ class Assembly:
             ] = None
             return
         shape = tuple(size_of(axis, sizes) for axis in axes)
-        for index in itertools.product(*(range(sizes[name]) for name in names)):
+        for index in _indices(names, sizes):
             yield template.fill(dict(zip(names, index, strict=True))), shape
 
     # ----------------------------------------------------------------------------------------- sizes
@@ -461,8 +467,7 @@ class Assembly:
                 continue
             members = target.members.get(number, {})
             if not members or math.prod(sizes[axis] for axis in pair.numbered) != len(members):
-                every = itertools.product(*(range(sizes.get(axis, 1)) for axis in pair.numbered))
-                index = dict(zip(pair.numbered, next(i for i in every if i not in members), strict=True))
+                index = dict(zip(pair.numbered, _first_missing(pair, sizes, members), strict=True))
                 in_order = sorted(index.items(), key=lambda item: order.index(item[0]))
                 at = f" for {', '.join(f'{axis}={i}' for axis, i in in_order)}" if index else ""
                 missing = ready.sources[pair.source].fill({**target.bound, **index})
@@ -520,6 +525,27 @@ class Assembly:
                 if other == axis:
                     return size
         return None
+
+
+def _indices(names: Sequence[str], sizes: Sizes) -> Iterator[tuple[int, ...]]:
+    """Yield all indices of some axes, each of which is a leaf."""
+    if math.prod(sizes[name] for name in names) > _MOST_LEAVES:
+        axes = ", ".join(f"{name} is {sizes[name]:,}" for name in names)
+        raise FormatError(f"a rule makes at most {_MOST_LEAVES:,} leaves of one, and {axes}")
+    return itertools.product(*(range(sizes[name]) for name in names))
+
+
+def _first_missing(pair: Pair, sizes: Sizes, members: Members) -> tuple[int, ...]:
+    """Return the first index on the numbered axes that has no source. A number in a name may be very large."""
+    counts = [sizes.get(axis, 1) for axis in pair.numbered]
+    for number in itertools.count():
+        rest, index = number, list[int]()
+        for count in reversed(counts):
+            rest, digit = divmod(rest, count)
+            index.insert(0, digit)
+        if tuple(index) not in members:
+            return tuple(index)
+    raise AssertionError
 
 
 def _try_solve(axis: Axis, total: int, sizes: Sizes) -> None:

@@ -1,4 +1,4 @@
-r"""Rules with regular expressions: `model\.(\w+) -> \1 | transpose`. They are read in one direction.
+"""Rules with regular expressions, which rename, transpose, stack and unstack in one direction.
 
 Tests: tests/engine/record/test_rename.py.
 """

@@ -256,7 +256,8 @@ class Run:
             # Before anything is put aside: the iterator may refuse the position.
             self._job.set_position(data, chosen, loaded.entry.metadata)
             self._go_on(chosen.number, agreed, skipped)
-            self._origin = self._origin or loaded.entry.origin
+            if self._origin is None:  # rules give the leaves other names than the recorded ones
+                self._origin = loaded.report.origin if request.rename else loaded.entry.origin
         if not return_report and (request.partial or request.rename):
             log_differences(f"{self.path}: step {chosen.number}", loaded.report)
         return Resumed(loaded.tree, chosen.number, skipped, loaded.report)

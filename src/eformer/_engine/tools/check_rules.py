@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from eformer._engine.formats.model_config import ModelConfig
     from eformer._engine.formats.run_steps import StepChoice
     from eformer._engine.record.planned import LazyArray
-    from eformer._engine.record.rename import Renamed, RenamingRules
+    from eformer._engine.record.rename import RenamingRules
+    from eformer._engine.record.stages import Renamed
 
 _MOST_LINES = 20  # of one kind of problem
 
@@ -107,7 +108,7 @@ class NamedRules:
             settings = model_config(found.store) if given is None else given
             name, text = self._for_model(settings)
             with View(
-                found, prefix, holds=False, dequant="bf16"
+                found, prefix, holds=False, dequant="bfloat16"
             ) as view:  # quantised weights by their dense names
                 return _Checking(name, text, found.path, view.arrays, settings, wanted).result()
 

@@ -19,7 +19,7 @@ from eformer._engine.record.manifest import UNREADABLE
 from eformer._engine.record.names import join_name, names_below, refuse_root, resolve, split_name
 from eformer._engine.record.origin import Origin, new_origin, rules_in
 from eformer._engine.record.planned import Source
-from eformer._engine.record.rename import Renamed, RenamingRules, refuse_transformed_keys
+from eformer._engine.record.rename import RenamingRules, refuse_transformed_keys
 from eformer._engine.record.structure import part_below, with_names
 from eformer._engine.record.text import count, few, glance, shortened, size
 from eformer._engine.record.values import LeftToCode, value_from_json
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.formats.model_rules import ModelRules
     from eformer._engine.record.planned import LazyArray
+    from eformer._engine.record.stages import Renamed
     from eformer._engine.tools.view import View
 
 TargetFormat = Literal["safetensors", "zarr", "tensorstore", "msgpack", "npz", "peft", "orbax", "hf"]

@@ -42,7 +42,7 @@ from eformer._engine.stores.locate import store_at
 from eformer._engine.tasks.deadline import clearing_up
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tasks.memory import resident_bytes
-from eformer._engine.tasks.pool import default_threads
+from eformer._engine.tasks.pool import default_threads, gc_paused
 from eformer._engine.tasks.progress import SILENT, metered
 from eformer._engine.tasks.turns import turns
 from eformer._engine.tools import sequential_writers
@@ -245,7 +245,8 @@ def convert_opened(
         rules = settled.rules if settled else None
         choice = LeafChoice(root, rules, names, *_facts_for_rules(settled, model, target))
         cast = None if target == "hf" else dtype  # an export gives each tensor the dtype that `like` has
-        trees = {name: plan_tree(view, choice, cast, target, settled) for name, view in views.items()}
+        with gc_paused():
+            trees = {name: plan_tree(view, choice, cast, target, settled) for name, view in views.items()}
         if dequant is not False:
             _require_numbers(found, trees.values())
         _check(trees, target, place.name, max_shard_bytes)

@@ -22,7 +22,7 @@ from eformer._engine.record.dtypes import floating_dtype, is_floating
 from eformer._engine.record.names import nearest, readable
 from eformer._engine.record.origin import config_in, new_origin, published_parent
 from eformer._engine.record.planned import LazyArray
-from eformer._engine.record.rename import largest_difference
+from eformer._engine.record.stages import largest_difference
 from eformer._engine.record.text import count, few
 from eformer._engine.stores.base import publish, read_whole, remove_files
 from eformer._engine.tools.config_edits import dtype_in, for_export, setting, with_setting, with_settings

@@ -34,6 +34,7 @@ from eformer._engine.record.values import value_from_json
 from eformer._engine.stores.cache import caching
 from eformer._engine.stores.keys import public_key
 from eformer._engine.tasks.interrupts import uninterrupted
+from eformer._engine.tasks.pool import gc_paused
 from eformer.errors import CorruptionError
 
 if TYPE_CHECKING:
@@ -223,7 +224,8 @@ class View(Shown, Mapping[str, Any]):
 
     def _rename(self, rules: RenamingRules, config: Mapping[str, Any]) -> None:
         """Show the leaves as rules make them."""
-        renamed = rules.apply(self.arrays, list(self.raw_values), config)
+        with gc_paused():
+            renamed = rules.apply(self.arrays, list(self.raw_values), config)
         refuse_transformed_keys(renamed.arrays.values())
         renamed.require_tied()
         structure, final = nested_spelled({name: name for name in (*renamed.arrays, *renamed.plain.values())})
