@@ -1,6 +1,6 @@
 """Run a command in all processes that a launcher has started: one of them prints.
 
-Tests: tests/multihost/test_crew.py, tests/cli/test_together.py.
+Tests: tests/multihost/test_crew.py.
 """
 
 from __future__ import annotations

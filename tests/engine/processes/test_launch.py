@@ -9,7 +9,7 @@ import pytest
 
 from eformer import checkpoint
 from eformer._engine.processes.launch import find_launch
-from eformer._engine.record.division import Part
+from eformer._engine.record.division import Portion
 
 SLURM = {
     "SLURM_STEP_NUM_TASKS": "4",
@@ -23,10 +23,10 @@ TPU = {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}
 @pytest.mark.parametrize(
     ("environ", "launcher", "part"),
     [
-        (SLURM, "Slurm", Part(3, 4)),
-        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, "Open MPI", Part(1, 2)),
-        (TPU, "TPU", Part(1, 2)),
-        (TPU | {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1"}, "TPU", Part(3, 4)),
+        (SLURM, "Slurm", Portion(3, 4)),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, "Open MPI", Portion(1, 2)),
+        (TPU, "TPU", Portion(1, 2)),
+        (TPU | {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1"}, "TPU", Portion(3, 4)),
     ],
 )
 def test_launchers_are_found_by_their_variables(environ, launcher, part):
@@ -51,7 +51,7 @@ def test_one_process_is_no_launch(environ):
 def test_options_come_before_variables():
     assert find_launch(SLURM, None, "0/1") is None
     assert find_launch(SLURM, "host:99").coordinator == "host:99"
-    assert find_launch({}, "host:99", "1/8").part == Part(1, 8)
+    assert find_launch({}, "host:99", "1/8").part == Portion(1, 8)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from eformer._engine.record.division import ALL, WHOLE, Line, Part, parse_part, spans
+from eformer._engine.record.division import ALL, WHOLE, ByteLine, Portion, parse_part, spans
 
 EXTENTS = [(file, 100 + 1000 * n, 1000) for file in range(3) for n in range(7)]
 PIECES = [(file, start + 250 * n) for file, start, _ in EXTENTS for n in range(4)]
@@ -10,10 +10,10 @@ PIECES = [(file, start + 250 * n) for file, start, _ in EXTENTS for n in range(4
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 21, 84, 200])
 def test_each_piece_is_in_one_part(count):
-    lines = [Line(EXTENTS[:10]), Line(EXTENTS[10:])]
+    lines = [ByteLine(EXTENTS[:10]), ByteLine(EXTENTS[10:])]
     found = []
     for number in range(count):
-        for line, span in zip(lines, spans(lines, Part(number, count)), strict=True):
+        for line, span in zip(lines, spans(lines, Portion(number, count)), strict=True):
             found += [
                 p
                 for p in PIECES
@@ -23,25 +23,25 @@ def test_each_piece_is_in_one_part(count):
 
 
 def test_parts_differ_by_a_piece_at_most():
-    line = Line(EXTENTS)
-    sizes = [sum(p in spans([line], Part(n, 5))[0] for p in PIECES) for n in range(5)]
+    line = ByteLine(EXTENTS)
+    sizes = [sum(p in spans([line], Portion(n, 5))[0] for p in PIECES) for n in range(5)]
     assert max(sizes) - min(sizes) <= 1
 
 
 def test_the_header_of_a_file_belongs_to_one_part():
-    parts = [spans([Line(EXTENTS)], Part(n, 4))[0] for n in range(4)]
+    parts = [spans([ByteLine(EXTENTS)], Portion(n, 4))[0] for n in range(4)]
     assert [sum((file, 0) in span for span in parts) for file in range(3)] == [1, 1, 1]
 
 
 def test_nothing_can_be_divided():
-    assert spans([], Part(1, 2)) == []
-    assert [(0, 0) in spans([Line([])], Part(n, 3))[0] for n in range(3)] == [True, False, False]
-    assert [(0, 0) in spans([Line([]), Line(EXTENTS)], Part(n, 3))[0] for n in range(3)] == [
+    assert spans([], Portion(1, 2)) == []
+    assert [(0, 0) in spans([ByteLine([])], Portion(n, 3))[0] for n in range(3)] == [True, False, False]
+    assert [(0, 0) in spans([ByteLine([]), ByteLine(EXTENTS)], Portion(n, 3))[0] for n in range(3)] == [
         True,
         False,
         False,
     ]
-    assert spans([Line([])], WHOLE) == [ALL]
+    assert spans([ByteLine([])], WHOLE) == [ALL]
 
 
 @pytest.mark.parametrize("text", ["", "1", "2/2", "-1/2", "1/0", "a/b", "1/2/3"])

@@ -14,7 +14,7 @@ from msgspec import Struct
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.check import is_whole
 from eformer._engine.record.digests import DIGEST_DIGITS
-from eformer._engine.record.division import ALL, Span
+from eformer._engine.record.division import ALL, ByteSpan
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.pieces import (
     ALIGNMENT,
@@ -93,7 +93,7 @@ def plan_reads(
     read_bytes: int = READ_BYTES,
     *,
     is_packed: bool = False,
-    span: Span = ALL,
+    span: ByteSpan = ALL,
 ) -> list[Read]:
     """Return reads of about `read_bytes`, in file order, for the fewest pieces that cover the wants.
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from eformer._engine.pages.contents import Leaf, PageContents
-    from eformer._engine.record.division import Part
+    from eformer._engine.record.division import Portion
     from eformer._engine.tasks.progress import Meter, Progress
     from eformer._engine.tools.view import View
 
@@ -92,7 +92,7 @@ def measure(
     *,
     memory: int | None = None,
     progress: Progress = None,
-    part: Part = WHOLE,
+    part: Portion = WHOLE,
 ) -> dict[str, Measured]:
     """Read every array of a part once, and return the results by the paths of the leaves.
 
@@ -109,7 +109,7 @@ def measure(
     return found
 
 
-def _leaves_of(leaves: Sequence[Leaf], part: Part) -> list[Leaf]:
+def _leaves_of(leaves: Sequence[Leaf], part: Portion) -> list[Leaf]:
     """Return the leaves of a part: their middle lies in its share of all bytes. One process counts a whole leaf, so
     the statistics do not depend on the number of processes."""
     weights = [leaf.entry.nbytes + 1 for leaf in leaves if leaf.entry]
@@ -126,7 +126,7 @@ class MeasuredPart(Struct):
     leaves: dict[str, Measured]
 
 
-def joined(parts: Sequence[MeasuredPart]) -> MeasuredPart:
+def joined_parts(parts: Sequence[MeasuredPart]) -> MeasuredPart:
     """Join the leaves of all parts. Raise AgainError if a checkpoint was replaced meanwhile."""
     if any(part.digests != parts[0].digests for part in parts):
         raise AgainError

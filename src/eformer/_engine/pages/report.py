@@ -16,7 +16,7 @@ from eformer._engine.pages.changes import LeafChange, overview, recorded_change
 from eformer._engine.pages.contents import page_contents
 from eformer._engine.pages.facts import columns
 from eformer._engine.pages.page import MARK, page
-from eformer._engine.pages.reading import Measured, MeasuredPart, joined, measure
+from eformer._engine.pages.reading import Measured, MeasuredPart, joined_parts, measure
 from eformer._engine.pages.timeline import alarms, run_facts
 from eformer._engine.processes.crew import Crew, divided
 from eformer._engine.record.policies import keep_from
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from eformer._engine.formats.run_steps import StepChoice
     from eformer._engine.pages.contents import PageContents
-    from eformer._engine.record.division import Part
+    from eformer._engine.record.division import Portion
     from eformer._engine.record.policies import Keep
     from eformer._engine.tasks.progress import Progress
 
@@ -165,7 +165,7 @@ def _work(
     def measured(progress: Progress, nbytes: int) -> dict[str, Measured]:
         return divided(
             partial(_measure_part, *paths, prefix, memory),
-            joined,
+            joined_parts,
             MeasuredPart,
             executor=executor,
             progress=progress,
@@ -177,7 +177,7 @@ def _work(
 
 
 def _measure_part(
-    path: str, against: str | None, prefix: str | None, memory: int | None, part: Part, progress: Progress
+    path: str, against: str | None, prefix: str | None, memory: int | None, part: Portion, progress: Progress
 ) -> MeasuredPart:
     """Measure the leaves of a part."""
     with ExitStack() as stack:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import msgspec
 
 from eformer._engine.processes.coordination import Board, Hosts, LostError
-from eformer._engine.record.division import WHOLE, Part
+from eformer._engine.record.division import WHOLE, Portion
 from eformer._engine.tasks.progress import metered, progress_bar
 from eformer.errors import ProcessError
 
@@ -45,7 +45,7 @@ class AgainError(Exception):
 
 
 def divided(
-    work: Callable[[Part, Progress], T],
+    work: Callable[[Portion, Progress], T],
     join: Callable[[Sequence[T]], T],
     kind: type[T],
     *,
@@ -79,7 +79,7 @@ def _never_the_same(doing: str) -> ProcessError:
 
 
 def _by_executor(
-    work: Callable[[Part, Progress], T],
+    work: Callable[[Portion, Progress], T],
     executor: Executor,
     progress: Progress,
     nbytes: Callable[[], int],
@@ -94,7 +94,7 @@ def _by_executor(
     total = nbytes() if progress else 0
     with metered(progress, total, doing) as meter:
         futures = {
-            executor.submit(work, Part(n, count), None): Part(n, count) for n in range(count)
+            executor.submit(work, Portion(n, count), None): Portion(n, count) for n in range(count)
         }  # in their order
         open_futures = set(futures)
         try:
@@ -109,7 +109,7 @@ def _by_executor(
         return [future.result() for future in futures]
 
 
-def _raise_error(future: Any, part: Part, doing: str) -> None:
+def _raise_error(future: Any, part: Portion, doing: str) -> None:
     """Raise the error of a part; name the part if the worker died."""
     error = future.exception()
     if error is None:
@@ -131,8 +131,8 @@ class Crew:
     count = 1
 
     @property
-    def part(self) -> Part:
-        return Part(self.number, self.count)
+    def part(self) -> Portion:
+        return Portion(self.number, self.count)
 
     @property
     def is_first(self) -> bool:
@@ -159,7 +159,7 @@ class Crew:
 
     def joined(
         self,
-        work: Callable[[Part, Progress], T],
+        work: Callable[[Portion, Progress], T],
         join: Callable[[Sequence[T]], T],
         kind: type[T],
         progress: Progress,

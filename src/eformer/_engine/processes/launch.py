@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from eformer._engine.processes.coordination import Board, BoardOfSeveral, Hosts, Together
 from eformer._engine.processes.crew import Crew
-from eformer._engine.record.division import Part, parse_part
+from eformer._engine.record.division import Portion, parse_part
 from eformer.errors import ProcessError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Launch(Struct, frozen=True):
     """A process that a launcher has started: its part, the launcher, and the address of the first process; "" leaves
     the address to JAX."""
 
-    part: Part
+    part: Portion
     launcher: str
     coordinator: str = ""
 
@@ -44,7 +44,7 @@ class Launch(Struct, frozen=True):
 class LaunchedCrew(Crew):
     """The processes of a launcher, by the coordination service of JAX."""
 
-    def __init__(self, client: Any, part: Part) -> None:
+    def __init__(self, client: Any, part: Portion) -> None:
         self.number, self.count = part.number, part.count
         self._client, self._begun = client, 0
 
@@ -135,7 +135,7 @@ def _tpu(environ: Mapping[str, str]) -> Launch | None:
     at = _number(environ, "MEGASCALE_SLICE_ID", 0, slices) if slices > 1 else 0
     first = environ.get("MEGASCALE_COORDINATOR_ADDRESS") or workers[0]
     host = first.rpartition(":")[0] or first
-    return Launch(Part(at * len(workers) + worker, slices * len(workers)), "TPU", f"{host}:8482")
+    return Launch(Portion(at * len(workers) + worker, slices * len(workers)), "TPU", f"{host}:8482")
 
 
 def _kubernetes(environ: Mapping[str, str]) -> Launch | None:
@@ -149,7 +149,7 @@ def _kubernetes(environ: Mapping[str, str]) -> Launch | None:
         raise ValueError(
             f"JOB_COMPLETION_INDEX={number}: expected less than the parallelism of the Job, {count}"
         )
-    return Launch(Part(number, count), "Kubernetes")
+    return Launch(Portion(number, count), "Kubernetes")
 
 
 def _pods_of_job() -> int:
@@ -158,9 +158,9 @@ def _pods_of_job() -> int:
     return int(K8sCluster.get_process_count())
 
 
-def _part(environ: Mapping[str, str], number: str, count: str) -> Part:
+def _part(environ: Mapping[str, str], number: str, count: str) -> Portion:
     processes = _number(environ, count, 1)
-    return Part(_number(environ, number, 0, processes), processes)
+    return Portion(_number(environ, number, 0, processes), processes)
 
 
 def _number(environ: Mapping[str, str], name: str, least: int, below: int = 2**31) -> int:
@@ -213,7 +213,7 @@ def _address_of(launch: Launch, seconds: int) -> str:
     return str(found[0])
 
 
-def _joined(address: str, part: Part, seconds: int) -> Any:
+def _joined(address: str, part: Portion, seconds: int) -> Any:
     """Start JAX's coordination service in the first process, and connect to it.
 
     `jax.distributed.initialize` would also start devices, and end this process when any other one dies: here, only the

@@ -22,7 +22,7 @@ Place = tuple[int, int]
 _LAST: Place = (2**62, 0)
 
 
-class Part(Struct, frozen=True):
+class Portion(Struct, frozen=True):
     """One of `count` parts, numbered from 0."""
 
     number: int = 0
@@ -40,22 +40,22 @@ class Part(Struct, frozen=True):
         return f"{self.number}/{self.count}"
 
 
-WHOLE = Part()
+WHOLE = Portion()
 
 _PART = re.compile(r"(\d{1,9})/(\d{1,9})")
 
 
-def parse_part(text: str, name: str = "part=") -> Part:
+def parse_part(text: str, name: str = "part=") -> Portion:
     """Parse a part such as "7/64". Raise ValueError that names the argument."""
     found = _PART.fullmatch(text.strip())
     number, count = map(int, found.groups()) if found else (0, 0)
     if not found or not number < count:
         last = f", and {text} is not between 0/{count} and {count - 1}/{count}" if found and count else ""
         raise ValueError(f"{name}{text!r}: expected I/N with I from 0 to N-1, such as 7/64{last}")
-    return Part(number, count)
+    return Portion(number, count)
 
 
-class Line:
+class ByteLine:
     """Extents side by side, by place and length: `before` has the bytes before each extent."""
 
     def __init__(self, extents: Iterable[tuple[int, int, int]]) -> None:
@@ -74,15 +74,15 @@ class Line:
         file, start, _ = self.extents[number]
         return file, start + byte - self.before[number]
 
-    def span(self, start: int, stop: int) -> Span:
+    def span(self, start: int, stop: int) -> ByteSpan:
         """Return the places of the bytes from `start` to `stop`, which may lie beyond the line. Everything before the
         first extent belongs to the first byte, such as a header."""
         if stop <= 0 or start >= self.nbytes or start == stop:
             return NOTHING
-        return Span((0, 0) if start <= 0 else self.place(start), self.place(stop))
+        return ByteSpan((0, 0) if start <= 0 else self.place(start), self.place(stop))
 
 
-class Span(Struct, frozen=True):
+class ByteSpan(Struct, frozen=True):
     """The places from `start` on, and before `stop`."""
 
     start: Place = (0, 0)
@@ -101,11 +101,11 @@ class Span(Struct, frozen=True):
         return self.start[0], self.stop[0]
 
 
-ALL = Span()
-NOTHING = Span(_LAST, _LAST)
+ALL = ByteSpan()
+NOTHING = ByteSpan(_LAST, _LAST)
 
 
-def spans(lines: Sequence[Line], part: Part) -> list[Span]:
+def spans(lines: Sequence[ByteLine], part: Portion) -> list[ByteSpan]:
     """Return the span of a part on each of several lines, which follow each other."""
     share = part.share(sum(line.nbytes for line in lines))
     before = accumulate((line.nbytes for line in lines), initial=0)

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from eformer._engine.record.digests import DIGEST_DIGITS, NO_DIGEST, xxh3_128
-from eformer._engine.record.division import ALL, WHOLE, Line, Part, Span
+from eformer._engine.record.division import ALL, WHOLE, ByteLine, Portion, ByteSpan
 from eformer._engine.record.pieces import piece_sizes
 from eformer._engine.record.planned import LazyArray, PlannedExtent, PlannedFile
 from eformer._engine.saving.fingerprints import lacks_fingerprint, note_fingerprints
@@ -113,11 +113,11 @@ class OwnPart(Struct):
         return sum(one.nbytes for one in self.pieces)
 
 
-def own_part(trees: Sequence[PlannedTree], part: Part) -> OwnPart:
+def own_part(trees: Sequence[PlannedTree], part: Portion) -> OwnPart:
     """Return the pieces of a part. It needs no message: every process divides the same plan."""
     places = [(tree, file) for tree, one in enumerate(trees) for file in range(len(one.files))]
     numbers = {place: number for number, place in enumerate(places)}
-    line = Line(
+    line = ByteLine(
         (numbers[tree, file], _start(one.files[file], extent), extent.nbytes)
         for tree, one in enumerate(trees)
         for file, _, extent in one.extents
@@ -149,7 +149,7 @@ def _own(
     extent: PlannedExtent,
     number: int,
     one: PlannedTree,
-    span: Span,
+    span: ByteSpan,
     share: int,
 ) -> Own | None:
     """Return the pieces of an extent that begin in a span; None without any."""
@@ -186,7 +186,7 @@ def _is_read_as_a_whole(extent: PlannedExtent, share: int) -> bool:
 def write_part(
     parts: Parts,
     trees: Sequence[PlannedTree],
-    part: Part,
+    part: Portion,
     own: OwnPart,
     staging: Staging,
     meter: Meter,
@@ -257,7 +257,7 @@ def decode_receipt(data: bytes) -> list[Written]:
     return msgspec.msgpack.decode(data, type=list[Written])
 
 
-def _holds(parts: Parts, trees: Sequence[PlannedTree], part: Part, own: OwnPart, meter: Meter) -> bool:
+def _holds(parts: Parts, trees: Sequence[PlannedTree], part: Portion, own: OwnPart, meter: Meter) -> bool:
     """Tell whether the receipt of a part is there and all of its bytes match it."""
     data = parts.receipt(part.number)
     if data is None:

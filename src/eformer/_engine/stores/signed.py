@@ -39,7 +39,7 @@ from eformer.errors import AlteredError, Damage, FormatError, SignatureError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from eformer._engine.record.division import Part
+    from eformer._engine.record.division import Portion
     from eformer._engine.record.signature import Verifier
     from eformer._engine.stores.base import Files, Store, Version
     from eformer._engine.tasks.progress import Meter
@@ -234,7 +234,7 @@ class SignedStore(ListedStore):
                 damages.append(Damage("", printable(name), 0, 0, problem))
         return damages
 
-    def find_altered(self, meter: Meter = SILENT, part: Part = WHOLE) -> list[Damage]:
+    def find_altered(self, meter: Meter = SILENT, part: Portion = WHOLE) -> list[Damage]:
         """Find all differences: read every byte of the files of this part, on all cores."""
         damages = self.differences()
         lost = {damage.file for damage in damages}
@@ -274,7 +274,7 @@ class SignedStore(ListedStore):
         return SignedFiles(self._store.open(paths, inner), [self.files[path] for path in paths], self)
 
 
-def _files_of(sizes: Mapping[str, int], part: Part) -> dict[str, int]:
+def _files_of(sizes: Mapping[str, int], part: Portion) -> dict[str, int]:
     """Return the files of a part: their middle lies in its share of all bytes."""
     weights = {name: size + 1 for name, size in sizes.items()}
     share, before, found = part.share(sum(weights.values())), 0, {}

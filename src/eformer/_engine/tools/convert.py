@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from eformer._engine.formats.model_config import ModelConfig
     from eformer._engine.formats.run_steps import StepChoice
     from eformer._engine.processes.crew import Crew
-    from eformer._engine.record.division import Part
+    from eformer._engine.record.division import Portion
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.planned import Source
     from eformer._engine.record.rename import RenameRules
@@ -192,7 +192,7 @@ class _How:
     """How to divide a conversion: among the processes of a crew, or in parts that jobs write and one job commits."""
 
     crew: Crew | None = None
-    part: Part | None = None
+    part: Portion | None = None
     commit: bool = False
 
 

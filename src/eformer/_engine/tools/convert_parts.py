@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from eformer._engine.processes.crew import Crew
-    from eformer._engine.record.division import Part
+    from eformer._engine.record.division import Portion
     from eformer._engine.record.planned import Source
     from eformer._engine.saving.in_parts import OwnPart, PlannedTree
     from eformer._engine.tasks.progress import Progress
@@ -72,7 +72,7 @@ class DividedWork:
             save.turn.end()
 
 
-def convert_part(work: DividedWork, part: Part, progress: Progress) -> None:
+def convert_part(work: DividedWork, part: Portion, progress: Progress) -> None:
     """Write one part of a conversion, as one of several independent jobs. Nothing is visible at the destination."""
     try:
         work.require_free(0)
@@ -157,7 +157,7 @@ def _wait_until(is_there: Callable[[], Any], problem: str) -> None:
         interrupts.check()
 
 
-def _write_own(work: DividedWork, part: Part, own: OwnPart, progress: Progress) -> None:
+def _write_own(work: DividedWork, part: Portion, own: OwnPart, progress: Progress) -> None:
     parts = work.parts
     with parts.locked(), parts.writing(part.number), metered(progress, own.nbytes, "converting") as meter:
         write_part(parts, work.trees, part, own, Staging(work.budget), meter, work.small_leaves)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from eformer._engine.formats.found import Found
     from eformer._engine.loading.read_plan import Want
     from eformer._engine.processes.crew import Crew
-    from eformer._engine.record.division import Part
+    from eformer._engine.record.division import Portion
     from eformer._engine.tasks.progress import Meter, Progress
     from eformer._engine.tools.compare import Array
 
@@ -233,7 +233,7 @@ def _joined(parts: Sequence[_ComparedPart]) -> _ComparedPart:
     return first
 
 
-def _compare_part(a: str, b: str, prefix: str | None, part: Part, progress: Progress) -> _ComparedPart:
+def _compare_part(a: str, b: str, prefix: str | None, part: Portion, progress: Progress) -> _ComparedPart:
     return reread_all([a, b], lambda found: _compared(a, b, found, prefix, part, progress))
 
 
@@ -248,7 +248,7 @@ def _nbytes_of(a: str, b: str, prefix: str | None) -> int:
 
 
 def _compared(
-    a: str, b: str, both: Sequence[Found], prefix: str | None, part: Part, progress: Progress
+    a: str, b: str, both: Sequence[Found], prefix: str | None, part: Portion, progress: Progress
 ) -> _ComparedPart:
     pairs = _pairs(both, prefix)
     found = _ComparedPart(a, b, [one.manifest.digest for one in both])

@@ -24,7 +24,7 @@ from eformer._engine.loading.fetch import check_pieces
 from eformer._engine.loading.read_plan import Want
 from eformer._engine.processes.crew import AgainError, divided
 from eformer._engine.record.digests import xxh3_128
-from eformer._engine.record.division import ALL, WHOLE, Line, spans
+from eformer._engine.record.division import ALL, WHOLE, ByteLine, spans
 from eformer._engine.record.text import count, few, glance, size
 from eformer._engine.stores.cache import caching
 from eformer._engine.stores.keys import public_key
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from eformer._engine.formats.found import Found
     from eformer._engine.formats.run_steps import Step, StepChoice
     from eformer._engine.processes.crew import Crew
-    from eformer._engine.record.division import Part, Span
+    from eformer._engine.record.division import Portion, ByteSpan
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.stores.base import Files
     from eformer._engine.stores.keys import Key, PublicKey
@@ -180,7 +180,7 @@ def verify(
 
 
 def _verify_part(
-    path: str, signed_by: Key | None, may_be_run: bool, part: Part, progress: Progress
+    path: str, signed_by: Key | None, may_be_run: bool, part: Portion, progress: Progress
 ) -> Verification:
     """Check a part of the bytes at `path`."""
     key = None if signed_by is None else public_key(signed_by)
@@ -207,7 +207,7 @@ def _joined(parts: Sequence[Verification]) -> Verification:
 
 
 def _verify_one(
-    path: str | os.PathLike[str], key: PublicKey | None, progress: Progress, part: Part
+    path: str | os.PathLike[str], key: PublicKey | None, progress: Progress, part: Portion
 ) -> Verification:
     if key is None:
         return reread(path, lambda found: _verify_found(found, progress, part))
@@ -215,7 +215,7 @@ def _verify_one(
 
 
 def _verify_run(
-    path: str | os.PathLike[str], key: PublicKey | None, progress: Progress, part: Part
+    path: str | os.PathLike[str], key: PublicKey | None, progress: Progress, part: Portion
 ) -> Verification:
     """Check the steps of a run in turn. Skip steps that are removed meanwhile."""
     checked: list[Verification] = []
@@ -250,7 +250,7 @@ def _verify_run(
     )
 
 
-def _verify_step(path: str, key: PublicKey | None, progress: Progress, part: Part) -> Verification:
+def _verify_step(path: str, key: PublicKey | None, progress: Progress, part: Portion) -> Verification:
     """Check one of several checkpoints. A checkpoint that cannot be read counts as damaged."""
     try:
         _require_inside(path)
@@ -273,7 +273,7 @@ def _is_gone(step: Step) -> bool:
 
 
 def _verify_signed(
-    path: str | os.PathLike[str], key: PublicKey, progress: Progress, part: Part
+    path: str | os.PathLike[str], key: PublicKey, progress: Progress, part: Portion
 ) -> Verification:
     store, name, scope = signed_place(*locate(path))
 
@@ -294,7 +294,7 @@ def _verify_signed(
     return replace(found, damages=(*altered, *found.damages), signed_by=key.id)
 
 
-def _verify_found(found: Found, progress: Progress, part: Part) -> Verification:
+def _verify_found(found: Found, progress: Progress, part: Portion) -> Verification:
     trees, damages = _readable_trees(found)
     total = sum(tree.nbytes for tree in trees)
     with metered(progress, len(part.share(total)), "verifying") as meter:
@@ -320,13 +320,14 @@ def _verify_found(found: Found, progress: Progress, part: Part) -> Verification:
     )
 
 
-def _spans(trees: Sequence[TreeEntry], part: Part) -> list[Span]:
+def _spans(trees: Sequence[TreeEntry], part: Portion) -> list[ByteSpan]:
     if part == WHOLE:
         return [ALL] * len(trees)
-    return spans([Line(_extents(tree)) for tree in trees], part)
+    return spans([ByteLine(extents_of(tree)) for tree in trees], part)
 
 
-def _extents(tree: TreeEntry) -> Iterator[tuple[int, int, int]]:
+def extents_of(tree: TreeEntry) -> Iterator[tuple[int, int, int]]:
+    """Yield the file, the place in it and the length of every extent."""
     starts = [file.header_nbytes for file in tree.files]
     for entry in tree.leaves.values():
         for extent in entry.extents:
@@ -351,7 +352,7 @@ def _readable_trees(found: Found) -> tuple[list[TreeEntry], list[Damage]]:
     return trees, damages
 
 
-def _damages(found: Found, tree: TreeEntry, span: Span, meter: Meter) -> list[Damage]:
+def _damages(found: Found, tree: TreeEntry, span: ByteSpan, meter: Meter) -> list[Damage]:
     """Find the damage in a tree: of files whose headers are in `span`, and of pieces that begin there."""
     try:
         files = found.files(tree)
@@ -360,20 +361,20 @@ def _damages(found: Found, tree: TreeEntry, span: Span, meter: Meter) -> list[Da
     try:
         store = found.store
         damages, lost = _damages_of_files(tree, span, files, store.read_threads)
-        starts = [file.header_nbytes for file in tree.files]
         wants = []
-        for name, entry in tree.leaves.items():
-            places = [(extent, starts[extent.file] + extent.offset) for extent in entry.extents]
-            if span is not ALL:
-                places = [(e, start) for e, start in places if span.touches(e.file, start, e.nbytes)]
-            if gone := [(extent, start) for extent, start in places if extent.file in lost]:
-                damages += [
-                    _lost(name, tree, extent.file, start, extent.nbytes, lost[extent.file])
-                    for extent, start in gone
-                    if (extent.file, start) in span
-                ]
-            elif places:
-                wants.append(Want(name, entry, entry.dtype))
+        for want in wants_in(tree, span):
+            gone = [
+                (extent, tree.files[extent.file].header_nbytes + extent.offset)
+                for extent in want.entry.extents
+                if extent.file in lost
+            ]
+            damages += [
+                _lost(want.name, tree, extent.file, start, extent.nbytes, lost[extent.file])
+                for extent, start in gone
+                if (extent.file, start) in span
+            ]
+            if not gone:
+                wants.append(want)
         threads, room = store.read_threads, store.read_bytes
         check_pieces(wants, tree, files, threads, damages.append, meter, room, span)
     finally:
@@ -381,8 +382,20 @@ def _damages(found: Found, tree: TreeEntry, span: Span, meter: Meter) -> list[Da
     return damages
 
 
+def wants_in(tree: TreeEntry, span: ByteSpan) -> list[Want]:
+    """Return the leaves that have bytes in a span."""
+    if span is ALL:
+        return [Want(name, entry, entry.dtype) for name, entry in tree.leaves.items()]
+    starts = [file.header_nbytes for file in tree.files]
+    return [
+        Want(name, entry, entry.dtype)
+        for name, entry in tree.leaves.items()
+        if any(span.touches(e.file, starts[e.file] + e.offset, e.nbytes) for e in entry.extents)
+    ]
+
+
 def _damages_of_files(
-    tree: TreeEntry, span: Span, files: Files, threads: int
+    tree: TreeEntry, span: ByteSpan, files: Files, threads: int
 ) -> tuple[list[Damage], dict[int, str]]:
     """Check the headers and lengths of the files in a span, several in parallel. Return the damage of files that begin
     in it, and why files cannot be read."""
