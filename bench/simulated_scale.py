@@ -31,7 +31,7 @@ from eformer._engine.record.options import SaveOptions
 from eformer._engine.record.pieces import PIECE_BYTES, count_pieces
 from eformer._engine.record.planned import LazyArray, Source
 from eformer._engine.saving.commit import new_entry
-from eformer._engine.saving.in_parts import own_part, planned
+from eformer._engine.saving.in_parts import Division, planned
 from eformer._engine.saving.save import Save
 from eformer._engine.tools.verify import extents_of, wants_in
 
@@ -121,16 +121,23 @@ def main() -> None:
         converted("convert, transposed", sources(in_order=False)),
     ]
     text = "\n".join(lines) + "\n"
-    print(text)
+    print(text, flush=True)
     (Path(__file__).parent / "results" / "simulated_scale.md").write_text(text)
 
 
 def verified(tree: Any) -> str:
     line = ByteLine(extents_of(tree))
     read, requests = [], {where: [] for where in READ_BYTES}
+    by_file: dict[int, dict[str, LeafEntry]] = {}
+    for name, entry in tree.leaves.items():
+        by_file.setdefault(entry.extents[0].file, {})[name] = entry
     for number in range(PROCESSES):
         (span,) = spans([line], Portion(number, PROCESSES))
-        wants = wants_in(tree, span)
+        first, last = span.files  # the leaves of other files are not in the span: this saves time here
+        near = {
+            n: e for file in range(first, min(last + 1, len(tree.files))) for n, e in by_file[file].items()
+        }
+        wants = wants_in(TreeRecord(tree.files, near), span)
         for where, nbytes in READ_BYTES.items():
             plan = plan_reads(wants, tree, nbytes, span=span)
             requests[where].append(len(plan))
@@ -150,13 +157,14 @@ def converted(what: str, every: list[Source]) -> str:
     layout = time.perf_counter() - begun
     needed = sum(extent.nbytes for _, _, extent in tree.extents)
     found, requests = [], {where: [] for where in READ_BYTES}
+    division = Division([tree])
     for number in range(PROCESSES):
-        own = own_part([tree], Portion(number, PROCESSES))
+        own = division.own(Portion(number, PROCESSES))
         sizes = [one.nbytes for one in own.pieces]
         found.append(sum(sizes))
         for where, nbytes in READ_BYTES.items():
             requests[where].append(sum(-(-size // nbytes) for size in sizes))
-    seconds = timed(lambda part: own_part([tree], part))
+    seconds = timed(lambda part: Division([tree]).own(part))
     return row(what, found, needed, requests, [layout + one for one in seconds])
 
 

@@ -78,7 +78,7 @@ def find_launch(
         _check_address(coordinator)
     if part is not None and part.count == 1:
         return None
-    found = _found(environ) if part is None else Launch(part, "--process", coordinator or "")
+    found = _found(environ) if part is None else Launch(part, "this command", coordinator or "")
     if part is not None and coordinator is None and _found(environ) is None:
         raise ValueError(
             f"--process {process} needs --coordinator HOST:PORT, the address of process 0 and a free port there"

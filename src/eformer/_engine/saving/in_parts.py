@@ -9,7 +9,7 @@ Tests: tests/engine/tools/test_parts.py, tests/multihost/test_conversions.py.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate
@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from eformer._engine.record.digests import DIGEST_DIGITS, NO_DIGEST, xxh3_128
-from eformer._engine.record.division import ALL, WHOLE, ByteLine, Portion, ByteSpan
+from eformer._engine.record.division import ALL, WHOLE, ByteLine, ByteSpan, Portion
 from eformer._engine.record.pieces import piece_sizes
 from eformer._engine.record.planned import LazyArray, PlannedExtent, PlannedFile
 from eformer._engine.saving.fingerprints import lacks_fingerprint, note_fingerprints
@@ -113,29 +113,45 @@ class OwnPart(Struct):
         return sum(one.nbytes for one in self.pieces)
 
 
-def own_part(trees: Sequence[PlannedTree], part: Portion) -> OwnPart:
-    """Return the pieces of a part. It needs no message: every process divides the same plan."""
-    places = [(tree, file) for tree, one in enumerate(trees) for file in range(len(one.files))]
-    numbers = {place: number for number, place in enumerate(places)}
-    line = ByteLine(
-        (numbers[tree, file], _start(one.files[file], extent), extent.nbytes)
-        for tree, one in enumerate(trees)
-        for file, _, extent in one.extents
-    )
-    share = part.share(line.nbytes)
-    span = ALL if part == WHOLE or (not line.nbytes and part.is_first) else line.span(share.start, share.stop)
-    own = [
-        found
-        for tree, one in enumerate(trees)
-        for file, at, extent in one.extents
-        if (found := _own(tree, file, at, extent, numbers[tree, file], one, span, len(share)))
-    ]
-    headers = [
-        place
-        for place in places
-        if (numbers[place], 0) in span and not trees[place[0]].files[place[1]].extents
-    ]
-    return OwnPart(own, headers)
+class Division:
+    """The bytes of all files of a conversion on one line, which any part finds its own on. Every process divides the
+    same plan, so no message is needed."""
+
+    def __init__(self, trees: Sequence[PlannedTree]) -> None:
+        self._trees = trees
+        self._places = [(tree, file) for tree, one in enumerate(trees) for file in range(len(one.files))]
+        numbers = {place: number for number, place in enumerate(self._places)}
+        self._items = sorted(
+            (numbers[tree, file], _start(one.files[file], extent), extent.nbytes, tree, file, at)
+            for tree, one in enumerate(trees)
+            for file, at, extent in one.extents
+        )
+        self._line = ByteLine((number, start, nbytes) for number, start, nbytes, *_ in self._items)
+
+    def own(self, part: Portion) -> OwnPart:
+        """Return everything that a part writes."""
+        line, share = self._line, part.share(self._line.nbytes)
+        is_all = part == WHOLE or (not line.nbytes and part.is_first)
+        span = ALL if is_all else line.span(share.start, share.stop)
+        first = 0 if is_all else max(0, bisect_right(line.before, share.start) - 1)
+        stop = len(self._items) if is_all else bisect_left(line.before, share.stop)
+        pieces = []
+        for number, _, _, tree, file, at in self._items[first:stop]:
+            one = self._trees[tree]
+            extent = one.files[file].extents[at]
+            if found := _own(tree, file, at, extent, number, one, span, len(share)):
+                pieces.append(found)
+        start, end = span.start[0], min(span.stop[0] + 1, len(self._places))
+        headers = [
+            self._places[number]
+            for number in range(start, end)
+            if (number, 0) in span and not self._file(number).extents
+        ]
+        return OwnPart(pieces, headers)
+
+    def _file(self, number: int) -> PlannedFile:
+        tree, file = self._places[number]
+        return self._trees[tree].files[file]
 
 
 def _start(file: PlannedFile, extent: PlannedExtent) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from eformer._engine.processes.crew import announced
 from eformer._engine.record.text import few
-from eformer._engine.saving.in_parts import SaveOfParts, own_part, planned, take_receipts, write_part
+from eformer._engine.saving.in_parts import Division, SaveOfParts, planned, take_receipts, write_part
 from eformer._engine.saving.staging import Staging
 from eformer._engine.stores.parts import Parts, PartsPlan
 from eformer._engine.tasks import interrupts
@@ -77,7 +77,7 @@ def convert_part(work: DividedWork, part: Portion, progress: Progress) -> None:
     try:
         work.require_free(0)
         work.lay_out()
-        own = own_part(work.trees, part)
+        own = Division(work.trees).own(part)
         work.require_free(own.nbytes)
         work.parts.begin(work.plan(part.count))
         _write_own(work, part, own, progress)
@@ -109,7 +109,7 @@ def convert_together(work: DividedWork, crew: Crew, progress: Progress) -> None:
             work.lay_out()
             hosts.meet(work.identity.encode(), partial(_begin, work, crew))
             _wait_until(lambda: work.parts.plan() == work.plan(crew.count), _not_shared(work))
-            own = own_part(work.trees, crew.part)
+            own = Division(work.trees).own(crew.part)
             _write_own(work, crew.part, own, report)
             hosts.meet(b"", lambda _: _commit(work, crew.count))
         hosts.end()

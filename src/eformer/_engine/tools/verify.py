@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from eformer._engine.formats.found import Found
     from eformer._engine.formats.run_steps import Step, StepChoice
     from eformer._engine.processes.crew import Crew
-    from eformer._engine.record.division import Portion, ByteSpan
+    from eformer._engine.record.division import ByteSpan, Portion
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.stores.base import Files
     from eformer._engine.stores.keys import Key, PublicKey
