@@ -62,8 +62,8 @@ CHECKPOINT = {
     "best": "(path, *, by=None, mode='min')",
     "convert": "(source, destination, *, to=None, step=None, prefix=None, root=None, keys=None, rename=None, back=None, like=None, "
     "dtype=None, config=None, max_shard_bytes=None, memory=None, dry_run=False, allow_missing=False, fill_from_like=False, card=True, "
-    "progress=None, dequant=None)",
-    "diff": "(a, b, *, prefix=None, progress=None)",
+    "progress=None, dequant=None, part=None, commit=False)",
+    "diff": "(a, b, *, prefix=None, progress=None, executor=None)",
     "export": "(tree_or_path, destination, *, like=None, rename=None, back=None, step=None, prefix=None, root=None, keys=None, "
     "config=None, dtype=None, max_shard_size='5GB', card=True, fill_from_like=False, allow_missing=False, memory=None, dry_run=False, "
     "progress=None, dequant=None, origin=None)",
@@ -83,7 +83,8 @@ CHECKPOINT = {
     "register_module": "(kind, *, state, update=None, build=None)",
     "register_node": "(kind)",
     "request_save": "(path, *, timeout=600.0)",
-    "report": "(path, against=None, *, values=True, prefix=None, step=None, keep=None, memory=None, progress=None)",
+    "report": "(path, against=None, *, values=True, prefix=None, step=None, keep=None, memory=None, progress=None, "
+    "executor=None)",
     "same": "(tree, path, *, prefix=None, timeout=None)",
     "save": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions(), overwrite=False, "
     "origin=None, progress=None)",
@@ -94,7 +95,7 @@ CHECKPOINT = {
     "sign": "(path, *, private_key, password=None, progress=None)",
     "steps": "(path)",
     "store_options": "(url, /, **options)",
-    "verify": "(path, *, step=None, signed_by=None, progress=None)",
+    "verify": "(path, *, step=None, signed_by=None, progress=None, executor=None)",
     "wait": "(timeout=None)",
 }
 SERIALIZATION = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from eformer import checkpoint
 from support.pages import ROOT
+from support.slurm import add_commands
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -36,6 +38,11 @@ STAGES: dict[str, Callable[[], dict[str, Any]]] = {}
 REPLACED: dict[str, dict[str, str]] = {
     # A store of this process has the same rules as a bucket.
     "docs/guides/buckets.md": {'"s3://my-bucket/': '"memory://my-bucket/'},
+    # Lines run one by one, and each needs its other process.
+    "docs/guides/larger-than-a-machine.md": {
+        "eformer verify run/step-9000 --coordinator 127.0.0.1:8476 --process 1/2 &\n": "true; eformer verify "
+        "run/step-9000 --coordinator 127.0.0.1:8476 --process 1/2 & "
+    },
     "docs/guides/recipes.md": {'"s3://my-bucket/': '"memory://my-bucket/'},
     "docs/guides/reports.md": {"memory=2 * 10**9": "memory=10**10"},  # the process of the tests may take more
     "docs/guides/training-run.md": {"/dev/shm/llama": "near", "s3://scratch/": "memory://scratch/"},
@@ -318,6 +325,18 @@ def _recipes() -> dict[str, Any]:
 
 @stage("docs/guides/data.md")
 def _data() -> dict[str, Any]:
+    return {}
+
+
+@stage("docs/guides/larger-than-a-machine.md")
+def larger_than_a_machine() -> dict[str, Any]:
+    for step in (8000, 9000):
+        tree = {f"layer{n}": np.full((300, 1000), step + n, np.float32) for n in range(4)}
+        checkpoint.save(tree, f"run/step-{step}")
+    add_commands(Path("bin"))
+    os.environ["PATH"] = (
+        f"{Path('bin').absolute()}:{os.environ['PATH']}"  # the fixture of the test puts it back
+    )
     return {}
 
 

@@ -28,10 +28,12 @@ from eformer.cli.group import (
     with_options,
 )
 from eformer.cli.pages import report, serve
+from eformer.cli.together import by_all_processes
 from eformer.errors import NotFoundError
 
 if TYPE_CHECKING:
     from eformer._engine.formats.run_steps import StepChoice
+    from eformer._engine.processes.crew import Crew
     from eformer._engine.tools.conversion import Conversion
     from eformer._engine.tools.prune import Pruned
     from eformer._engine.tools.verify import Verification
@@ -162,8 +164,14 @@ def list_leaves(path: str, name: str | None, step: StepChoice, prefix: str | Non
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: an object, or a list for several paths.")
 @options.quiet
+@by_all_processes
 def verify(
-    paths: tuple[str, ...], step: StepChoice, signed_by: str | None, as_json: bool, quiet: bool
+    paths: tuple[str, ...],
+    step: StepChoice,
+    signed_by: str | None,
+    as_json: bool,
+    quiet: bool,
+    crew: Crew | None,
 ) -> None:
     """Check every byte of the checkpoints at PATH against their digests. The path of a run checks all of its steps.
 
@@ -181,15 +189,16 @@ def verify(
     eformer verify ./run
     eformer verify ./run --step 100
     eformer verify ./checkpoint ./other
+    srun -N 32 eformer verify s3://bucket/run/step-9000
     """
     from eformer._engine.tools.verify import verify as check
 
     checked, codes = [], []
     for path in paths:
         try:
-            found = check(path, step=step, signed_by=signed_by, progress=wants_bar(quiet))
+            found = check(path, step=step, signed_by=signed_by, progress=wants_bar(quiet), executor=crew)
         except (ValueError, OSError) as error:
-            if len(paths) == 1:
+            if len(paths) == 1 or crew:
                 raise
             checked.append({"path": path, "ok": False, "error": str(error)})
             codes.append(exit_code("verify", error))
@@ -256,7 +265,8 @@ def sign(path: str, key: str, as_json: bool) -> None:
 @options.prefix
 @options.as_json
 @options.quiet
-def diff(a: str, b: str, prefix: str | None, as_json: bool, quiet: bool) -> None:
+@by_all_processes
+def diff(a: str, b: str, prefix: str | None, as_json: bool, quiet: bool, crew: Crew | None) -> None:
     """Compare the checkpoints at A and B: leaves, shapes, dtypes, values.
 
     Formats and shardings may differ. Leaves of one dtype are equal if their bits are equal. Leaves that became NaN or
@@ -268,7 +278,7 @@ def diff(a: str, b: str, prefix: str | None, as_json: bool, quiet: bool) -> None
     """
     from eformer._engine.tools.diff import diff as compare
 
-    found = compare(a, b, prefix=prefix, progress=wants_bar(quiet))
+    found = compare(a, b, prefix=prefix, progress=wants_bar(quiet), executor=crew)
     if as_json:
         print_json(picked(found, "a", "b", "same", "added", "removed", "unchanged", "notes", "changed"))
     elif not quiet:
@@ -360,7 +370,12 @@ _MOST_NOTES = 20
 @click.option(
     "--memory", type=Size(), default="2GB", show_default=True, help="Maximum memory of the program."
 )
+@click.option(
+    "--part", metavar="I/N", help="Write part I of N, from 0: for arrays of independent jobs, then --commit."
+)
+@click.option("--commit", is_flag=True, help="Make DESTINATION from all parts that --part has written.")
 @options.as_json
+@by_all_processes
 def convert(
     source: str,
     destination: str,
@@ -372,6 +387,7 @@ def convert(
     no_dequant: bool,
     dry_run: bool,
     as_json: bool,
+    crew: Crew | None,
     **arguments: Any,
 ) -> None:
     """Convert the checkpoint at SOURCE to a new checkpoint at DESTINATION, which appears complete or not at all.
@@ -397,7 +413,7 @@ def convert(
     layers\\.(\\w+)\\.kernel -> model.layers.{}.\\1.weight | unstack | transpose
     lm_head\\.weight ->
     """
-    from eformer._engine.tools.convert import convert as carry_out
+    from eformer._engine.tools.convert import convert_in
 
     if settings and model_config:
         raise click.UsageError(
@@ -405,7 +421,8 @@ def convert(
         )
     if dequant is not None and no_dequant:
         raise click.UsageError("--dequant and --no-dequant exclude each other")
-    done = carry_out(
+    done = convert_in(
+        crew,
         source,
         destination,
         keys=keys or None,

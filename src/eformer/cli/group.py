@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from eformer._engine.record.text import parse_size, printable
+from eformer.cli.together import is_said_elsewhere, leave_together
 from eformer.errors import NotFoundError
 
 if TYPE_CHECKING:
@@ -162,7 +163,11 @@ class Commands(click.Group):
 
     def main(self, *args: Any, **options: Any) -> Any:
         with _readers_may_go():
-            return super().main(*args, **options)
+            try:
+                return super().main(*args, **options)
+            except SystemExit as end:
+                leave_together(end.code if isinstance(end.code, int) else int(end.code is not None))
+                raise
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         # Versions of click disagree about the output of a group without a command.
@@ -182,6 +187,8 @@ class Commands(click.Group):
         except (ValueError, OSError, TypeError, RuntimeError, MemoryError, ImportError) as error:
             if ctx.params.get("debug"):
                 raise
+            if is_said_elsewhere(error):
+                ctx.exit(exit_code(ctx.invoked_subcommand, error))
             problem = with_options(str(error) or "not enough memory")
             if ctx.obj:
                 with suppress(OSError):  # the disk is full, which may be the problem

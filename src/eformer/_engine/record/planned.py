@@ -122,7 +122,8 @@ class Source(Struct, frozen=True, gc=False):
 class PlannedExtent(Struct, gc=False):
     """A box of a leaf to be written to a file. `region` is None for the whole leaf.
 
-    `digests` has one entry for each piece. `is_packed` marks four-bit numbers that are stored two to a byte.
+    `digests` has one entry for each piece. `is_packed` marks four-bit numbers that are stored two to a byte. `written`
+    has the numbers of the pieces that this process writes, the first and the one after the last; None for all.
     """
 
     source: Source
@@ -133,6 +134,7 @@ class PlannedExtent(Struct, gc=False):
     offset: int = 0
     coding: Coding | None = None
     is_packed: bool = False
+    written: tuple[int, int] | None = None
 
     @property
     def box(self) -> Box:
