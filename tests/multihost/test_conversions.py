@@ -43,7 +43,7 @@ def test_any_number_of_processes_writes_the_same_bytes(sources, alone, tmp_path,
     assert os.listdir(tmp_path / "many") == [name]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("at", [1, 5, 9, 14, 22, 30, 45, 60, 90])
 @pytest.mark.parametrize("case", ["shards", "zarr"])
 def test_a_killed_process_is_named_and_the_next_try_goes_on(sources, alone, tmp_path, case, at):
