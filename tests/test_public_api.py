@@ -7,6 +7,7 @@ import pydoc
 import re
 import subprocess
 import sys
+import textwrap
 from rlcompleter import Completer
 
 import pytest
@@ -61,8 +62,8 @@ CHECKPOINT = {
     "best": "(path, *, by=None, mode='min')",
     "convert": "(source, destination, *, to=None, step=None, prefix=None, root=None, keys=None, rename=None, back=None, like=None, "
     "dtype=None, config=None, max_shard_bytes=None, memory=None, dry_run=False, allow_missing=False, fill_from_like=False, card=True, "
-    "progress=None, dequant=None)",
-    "diff": "(a, b, *, prefix=None, progress=None)",
+    "progress=None, dequant=None, part=None, commit=False)",
+    "diff": "(a, b, *, prefix=None, progress=None, executor=None)",
     "export": "(tree_or_path, destination, *, like=None, rename=None, back=None, step=None, prefix=None, root=None, keys=None, "
     "config=None, dtype=None, max_shard_size='5GB', card=True, fill_from_like=False, allow_missing=False, memory=None, dry_run=False, "
     "progress=None, dequant=None, origin=None)",
@@ -73,13 +74,17 @@ CHECKPOINT = {
     "load": "(path, *, step=None, like=None, into=None, partial=False, root=None, rename=None, back=False, config=None, resize=None, plain=False, return_report=False, "
     "prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, callback=None, verify=None, mmap=False, "
     "progress=None, options=LoadOptions(), signed_by=None, dequant=None, duplicates=None)",
+    "merge": "(sources, destination, *, weights='mean', ema=None, last=None, lora=None, lora_config=None, rename=None, prefix=None, "
+    "root=None, keys=None, to=None, like=None, dtype=None, max_shard_bytes=None, memory=None, dry_run=False, allow_missing=False, "
+    "progress=None, dequant=None)",
     "open": "(path, *, step=None, prefix=None, cache=None, signed_by=None, dequant=None, rename=None, back=False, config=None)",
     "placement": "(path, *, mesh=None, rules=None, shardings=None, prefix=None, dtype=None)",
     "prune": "(directory, *, keep, pattern=None, foreign=False, check=False, dry_run=False)",
     "register_module": "(kind, *, state, update=None, build=None)",
     "register_node": "(kind)",
     "request_save": "(path, *, timeout=600.0)",
-    "report": "(path, against=None, *, values=True, prefix=None, step=None, keep=None, memory=None, progress=None)",
+    "report": "(path, against=None, *, values=True, prefix=None, step=None, keep=None, memory=None, progress=None, "
+    "executor=None)",
     "same": "(tree, path, *, prefix=None, timeout=None)",
     "save": "(tree, path, *, prefix=None, format='safetensors', metadata=None, options=SaveOptions(), overwrite=False, "
     "origin=None, progress=None)",
@@ -90,7 +95,7 @@ CHECKPOINT = {
     "sign": "(path, *, private_key, password=None, progress=None)",
     "steps": "(path)",
     "store_options": "(url, /, **options)",
-    "verify": "(path, *, step=None, signed_by=None, progress=None)",
+    "verify": "(path, *, step=None, signed_by=None, progress=None, executor=None)",
     "wait": "(timeout=None)",
 }
 SERIALIZATION = {
@@ -257,6 +262,13 @@ def test_tab_completes_the_public_names_and_no_others(module):
     found = {match.removeprefix("module.").rstrip("()") for match in completer.matches}
     assert found == {name for name in module.__all__ if not name.startswith("_")}
     assert sorted(dir(module)) == sorted(module.__all__)
+
+
+@pytest.mark.parametrize("name", ["load", "save", "convert", "export", "open"])
+def test_the_help_of_a_call_fits_on_two_screens(name):
+    lines = pydoc.plain(pydoc.render_doc(getattr(eformer.checkpoint, name))).splitlines()
+    shown = [part for line in lines for part in textwrap.wrap(line, 110) or [""]]
+    assert len(shown) <= 100
 
 
 def test_help_begins_with_the_public_names_and_lists_them_with_their_docstrings():

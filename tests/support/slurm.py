@@ -106,3 +106,37 @@ class Task:
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.shell.pid, signal.SIGKILL)
+
+
+# `srun -N n` starts so many tasks on this machine, with the variables of a step, and returns the highest exit code.
+SRUN_MANY = f"""#!{sys.executable}
+import os, socket, subprocess, sys
+assert sys.argv[1] == "-N", sys.argv
+count = int(sys.argv[2])
+with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    port = probe.getsockname()[1]
+step = {{"SLURM_JOB_ID": "41", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_TASKS": str(count),
+        "SLURM_NTASKS": str(count), "JAX_COORDINATOR_PORT": str(port)}}
+tasks = [
+    subprocess.Popen(sys.argv[3:], env=os.environ | step | {{"SLURM_PROCID": str(n), "SLURM_LOCALID": str(n)}})
+    for n in range(count)
+]
+sys.exit(max(abs(task.wait()) for task in tasks))
+"""
+# `sbatch --wait` runs the tasks of an array, one after the other.
+SBATCH = f"""#!{sys.executable}
+import os, re, subprocess, sys
+script = sys.argv[-1]
+first, last = map(int, re.search(r"--array=(\\d+)-(\\d+)", open(script).read()).groups())
+for n in range(first, last + 1):
+    subprocess.run(["bash", "-e", script], check=True, env=os.environ | {{"SLURM_ARRAY_TASK_ID": str(n)}})
+"""
+
+
+def add_commands(folder: Path) -> None:
+    """Put `srun -N` and `sbatch --wait` into a directory for programs."""
+    folder.mkdir()
+    for name, text in (("srun", SRUN_MANY), ("sbatch", SBATCH)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from eformer._engine.record.text import parse_size, printable
+from eformer.cli.together import is_said_elsewhere, leave_together
 from eformer.errors import NotFoundError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _INTERRUPTED = 130  # the exit code that shells use
 _SECTIONS = {
     "Look": ("inspect", "ls", "verify", "diff", "report", "serve"),
     "Runs": ("steps", "prune", "request"),
-    "Change": ("convert", "rules", "sign"),
+    "Change": ("convert", "merge", "rules", "sign"),
     "Other": ("demo", "completion"),
 }
 
@@ -86,6 +87,7 @@ _OPTIONS = {
     "dequant=False (checkpoint.load, checkpoint.convert)": "--no-dequant", "dequant=False": "--no-dequant",
     'dequant="bf16"': "--dequant bf16",
     "pattern=": "--pattern ",
+    "lora=": "--lora", "last=": "--last ", "weights=": "--weights ", "ema=": "--ema ", "lora_config=": "--config",
     "to=": "--to", "like=": "`like` in Python",
 }  # fmt: skip
 _ARGUMENT = re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, _OPTIONS))})")
@@ -161,7 +163,11 @@ class Commands(click.Group):
 
     def main(self, *args: Any, **options: Any) -> Any:
         with _readers_may_go():
-            return super().main(*args, **options)
+            try:
+                return super().main(*args, **options)
+            except SystemExit as end:
+                leave_together(end.code if isinstance(end.code, int) else int(end.code is not None))
+                raise
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         # Versions of click disagree about the output of a group without a command.
@@ -181,6 +187,8 @@ class Commands(click.Group):
         except (ValueError, OSError, TypeError, RuntimeError, MemoryError, ImportError) as error:
             if ctx.params.get("debug"):
                 raise
+            if is_said_elsewhere(error):
+                ctx.exit(exit_code(ctx.invoked_subcommand, error))
             problem = with_options(str(error) or "not enough memory")
             if ctx.obj:
                 with suppress(OSError):  # the disk is full, which may be the problem

@@ -14,10 +14,12 @@ import click
 from eformer.cli import options
 from eformer.cli.browser import open_page
 from eformer.cli.group import Command, Size, print_json, say, wants_bar
+from eformer.cli.together import by_all_processes
 
 if TYPE_CHECKING:
     from eformer._engine.formats.run_steps import StepChoice
     from eformer._engine.pages.requests import Site
+    from eformer._engine.processes.crew import Crew
 
 
 @click.command(cls=Command, short_help="Write a page for a browser")
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 @options.keep
 @click.option("--open", "show", is_flag=True, help="Open the page in a browser.")
 @click.option("--json", "as_json", is_flag=True, help="Print the data of the page as JSON.")
+@by_all_processes
 def report(
     path: str,
     against: str | None,
@@ -41,6 +44,7 @@ def report(
     memory: int | None,
     show: bool,
     as_json: bool,
+    crew: Crew | None,
     **keep: Any,
 ) -> None:
     """Write a page for a browser that shows the checkpoint at PATH: tree, sizes, dtypes, shardings, distributions.
@@ -77,7 +81,10 @@ def report(
         keep=options.rules_from(**keep) or None,
         memory=memory,
         progress=wants_bar(as_json),
+        executor=crew,
     )
+    if crew and not crew.is_first:
+        return
     if as_json:
         print_json(found.data)
     elif output == "-":

@@ -314,6 +314,53 @@ def test_a_load_with_like_and_the_stored_leaves_is_unchanged(tmp_path):
     assert load(path, like=like, dequant=False)["a"]["weight"].dtype == F8
 
 
+@pytest.mark.parametrize("named", ["float16", None, "float8_e4m3fn", 7])
+def test_a_book_is_for_the_dense_model_so_weights_are_numbers_of_the_dtype_of_the_configuration(
+    tmp_path, named
+):
+    leaves, config, expected = fp8_blocks()
+    path = model(tmp_path / "fp8", {**leaves, **NORM}, config)
+    settings = {
+        "quantization_config": config,
+        "model_type": "llama",
+        **({} if named is None else {"torch_dtype": named}),
+    }
+    (path / "config.json").write_text(json.dumps(settings))
+    dtype = "float16" if named == "float16" else "bfloat16"
+    loaded, report = load(path, rename="flax", return_report=True)
+    assert bits(loaded["a"]["kernel"]) == bits(expected.T.astype(dtype))
+    assert str(report) == f"2 leaves loaded, 1 of them dequantised to {dtype} (a.kernel)"
+    done = convert(path, tmp_path / "new", to="safetensors", rename="llama/flax")
+    assert f"a.kernel: {dtype}[200, 300] ([out in] to [in out], dequantised from float8_e4m3fn)" in str(done)
+    with checkpoint.open(path, rename="flax") as view:
+        assert bits(view["a.kernel"][...]) == bits(load(tmp_path / "new")["a"]["kernel"])
+
+
+def test_a_like_counts_before_the_book(tmp_path):
+    leaves, config, expected = fp8_blocks()
+    path = model(tmp_path, {**leaves, **NORM}, config)
+    like = {"a": {"kernel": jnp.zeros((200, 300))}, "norm": {"scale": jnp.zeros(3)}}
+    assert bits(load(path, rename="llama/flax", like=like)["a"]["kernel"]) == bits(expected.T)
+
+
+def test_other_rules_and_the_way_back_are_no_default(tmp_path):
+    leaves, config, _ = fp8_blocks()
+    path = model(tmp_path / "fp8", {**leaves, **NORM}, config)
+    for call in (load, lambda *args, **more: convert(*args, tmp_path / "new", to="zarr", **more)):
+        for arguments in (
+            {"rename": "a.weight [o i] <-> a.kernel [i o]"},
+            {"rename": "llama/flax", "back": True},
+        ):
+            with pytest.raises(QuantizedError, match='Pass dequant="bf16"'):
+                call(path, **arguments)
+
+
+def test_a_book_refuses_a_method_that_cannot_be_read(tmp_path):
+    leaves = {"a.qweight": np.zeros((4, 4), np.int32), "a.qzeros": np.zeros((1, 1), np.int32), "a.scales": np.ones((1, 4), np.float16)}  # fmt: skip
+    with pytest.raises(QuantizedError, match="awq cannot be dequantised here"):
+        load(model(tmp_path, leaves, {"quant_method": "awq"}), rename="llama/flax")
+
+
 # ---------------------------------------------------------------------------------- parts of a load
 
 

@@ -26,6 +26,7 @@ def layers(number, *shape, name="l.{}.w"):
 
 
 q, qkv, gate, heads = numbers(H * K, D), numbers((H + 2 * G) * K, D), numbers(2 * F, D), numbers(D, H, K)
+D7 = numbers(7)
 six, fourteen = layers(6, D), layers(14, D)
 experts = {
     f"l.{i}.e.{e}.{n}": numbers(F, D) + 100 * i + 10 * e + len(n)
@@ -48,6 +49,8 @@ CONSTRUCTS = {
             for new, old in (("wi", "w1"), ("wo", "w03"))
         },
     ),
+    "split along its only axis": ("p = 5\na [p+r] <-> b [p], c [r]", {"a": D7}, {"b": D7[:5], "c": D7[5:]}),
+    "split in scalars": ("a [1+1] <-> b [1], c [1]", {"a": D7[:2]}, {"b": D7[:1], "c": D7[1:2]}),
     "every second": (
         "i = 2\nl.{(b i)}.w [d] <-> w_{i} [b d]",
         six,

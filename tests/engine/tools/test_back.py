@@ -1,7 +1,9 @@
 """The rules that gave a tree its names are recorded, and give the way back without arguments."""
 
+import pickle
 from pathlib import Path
 
+import jax
 import msgspec
 import numpy as np
 import pytest
@@ -147,6 +149,39 @@ def test_a_load_reads_a_layout_backwards_by_its_recorded_configuration(ours):
     (name,) = theirs
     found = load(ours, rename=BOOK, back=True)["model"]["layers"]["0"]["mlp"]["up_proj"]["weight"]
     np.testing.assert_array_equal(found, theirs[name])
+
+
+def test_a_load_and_a_view_go_back_by_the_recorded_rules(ours, tmp_path):
+    theirs = load(QWEN)
+    tree, report = load(ours, back=True, return_report=True)
+    jax.tree.map(np.testing.assert_array_equal, tree, theirs)
+    assert "rules" not in report.origin
+    with checkpoint.open(ours, back=True) as view:
+        assert sorted(view) == sorted(checkpoint.open(QWEN))
+        name = "model.layers.0.self_attn.q_proj.weight"
+        np.testing.assert_array_equal(pickle.loads(pickle.dumps(view))[name][...], view[name][...])
+
+
+def test_the_subtree_of_a_step_goes_back_by_the_rules_that_the_run_has_recorded(ours, tmp_path):
+    tree, report = load(ours, return_report=True)
+    with checkpoint.Run(tmp_path / "run", every=1, origin=report.origin) as run:
+        run.after(1, {"params": tree})
+    back = load(tmp_path / "run", root="params", back=True)
+    np.testing.assert_array_equal(back["lm_head"]["weight"], load(QWEN)["lm_head"]["weight"])
+
+
+def test_several_checkpoints_go_back_together_if_they_have_recorded_the_same_rules(ours, tmp_path):
+    convert(MODELS / "llama", tmp_path / "llama", to="safetensors", rename="maxtext")
+    with pytest.raises(
+        ValueError, match=r"ours of qwen3/maxtext and .*llama of llama/maxtext; load them one by one"
+    ):
+        load([ours, tmp_path / "llama"], back=True)
+
+
+@pytest.mark.parametrize("call", [load, checkpoint.open])
+def test_a_way_back_by_no_recorded_rules_is_an_error(call):
+    with pytest.raises(ValueError, match=r"qwen3 has no recorded rules that back=True could read"):
+        call(QWEN, back=True)
 
 
 def test_a_load_of_another_layout_than_the_recorded_one_is_an_error_that_names_both(ours):

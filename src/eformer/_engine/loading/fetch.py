@@ -20,6 +20,7 @@ from eformer._engine.loading.read_plan import (
 )
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.digests import xxh3_128
+from eformer._engine.record.division import ALL, ByteSpan
 from eformer._engine.record.dtypes import DTYPES, dtype_from_name, unpack_nibbles
 from eformer._engine.record.pieces import ALIGNMENT
 from eformer._engine.stores.base import KeepsCopies
@@ -86,10 +87,13 @@ def check_pieces(
     on_damage: Callable[[Damage], None],
     meter: Meter = SILENT,
     read_bytes: int = READ_BYTES,
+    span: ByteSpan = ALL,
 ) -> None:
-    """Read and check every piece of the wants without keeping it, and report damage to `on_damage`."""
+    """Read and check every piece of the wants that begins in `span`, without keeping it, and report damage to
+    `on_damage`."""
     fetching = Fetching(wants, tree, files, True, on_damage, meter)
-    run_all([partial(fetching.check, read) for read in plan_reads(wants, tree, read_bytes)], threads)
+    reads = plan_reads(wants, tree, read_bytes, span=span)
+    run_all([partial(fetching.check, read) for read in reads], threads)
 
 
 def raise_damage(path_to: Callable[[str], str], damage: Damage) -> None:

@@ -14,6 +14,7 @@ from msgspec import Struct
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.check import is_whole
 from eformer._engine.record.digests import DIGEST_DIGITS
+from eformer._engine.record.division import ALL, ByteSpan
 from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.pieces import (
     ALIGNMENT,
@@ -87,12 +88,17 @@ class Read(Struct, frozen=True, gc=False):
 
 
 def plan_reads(
-    wants: Sequence[Want], tree: TreeEntry, read_bytes: int = READ_BYTES, *, is_packed: bool = False
+    wants: Sequence[Want],
+    tree: TreeEntry,
+    read_bytes: int = READ_BYTES,
+    *,
+    is_packed: bool = False,
+    span: ByteSpan = ALL,
 ) -> list[Read]:
     """Return reads of about `read_bytes`, in file order, for the fewest pieces that cover the wants.
 
     `is_packed` says that arrays will lie in memory side by side, in the order of the wants, each taking
-    `packed_nbytes`, so that neighbours can be read together.
+    `packed_nbytes`, so that neighbours can be read together. Leave out pieces that do not begin in `span`.
     """
     found: list[StoredPiece] = []
     starts = [file.header_nbytes for file in tree.files]
@@ -115,6 +121,8 @@ def plan_reads(
                 found.extend(_whole_pieces(index, entry, extent, start, tree.block, numbers))
             else:
                 found.extend(_stored_pieces(index, want, extent, start, tree.block))
+    if span is not ALL:
+        found = [piece for piece in found if (piece.file, piece.offset) in span]
     found.sort(key=attrgetter("offset"))  # two sorts: numbers compare faster than pairs
     found.sort(key=attrgetter("file"))
     return list(_adjacent(found, read_bytes, wants if is_packed else ()))

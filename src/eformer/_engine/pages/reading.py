@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+
 from eformer._engine.pages.changes import LeafChange, measured_change, recorded_change
-from eformer._engine.pages.statistics import Collector, has_statistics
+from eformer._engine.pages.statistics import Collector, Statistics, has_statistics
+from eformer._engine.processes.crew import AgainError
+from eformer._engine.record.division import WHOLE
 from eformer._engine.record.lazy_arrays import StoredLeaf
 from eformer._engine.record.pieces import pieces
 from eformer._engine.record.text import printable, size
@@ -27,7 +32,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from eformer._engine.pages.contents import Leaf, PageContents
-    from eformer._engine.pages.statistics import Statistics
+    from eformer._engine.record.division import Portion
     from eformer._engine.tasks.progress import Meter, Progress
     from eformer._engine.tools.view import View
 
@@ -87,18 +92,45 @@ def measure(
     *,
     memory: int | None = None,
     progress: Progress = None,
+    part: Portion = WHOLE,
 ) -> dict[str, Measured]:
-    """Read every array once, and return the results by the paths of the leaves.
+    """Read every array of a part once, and return the results by the paths of the leaves.
 
     Check bytes against their digests, where the format has digests. A damaged leaf does not stop the rest. Arrays of
     `other` are read only if the records do not say that they are the same.
     """
     room = Room.within(memory, sides=1 if other is None else 2)
-    pairs = [_Pair(contents, leaf, other) for leaf in contents.leaves if leaf.entry]
+    leaves = _leaves_of([leaf for leaf in contents.leaves if leaf.entry], part)
+    pairs = [_Pair(contents, leaf, other) for leaf in leaves]
     found: dict[str, Measured] = {}
-    with metered(progress, contents.nbytes, "reading") as meter:
+    total = contents.nbytes if part == WHOLE else sum(pair.entry.nbytes for pair in pairs)
+    with metered(progress, total, "reading") as meter:
         run_all(list(_tasks(pairs, room, found, meter)), room.threads)
     return found
+
+
+def _leaves_of(leaves: Sequence[Leaf], part: Portion) -> list[Leaf]:
+    """Return the leaves of a part: their middle lies in its share of all bytes. One process counts a whole leaf, so
+    the statistics do not depend on the number of processes."""
+    weights = [leaf.entry.nbytes + 1 for leaf in leaves if leaf.entry]
+    share = part.share(sum(weights))
+    starts = accumulate(weights, initial=0)
+    found = zip(leaves, weights, starts, strict=False)
+    return [leaf for leaf, weight, start in found if start + weight // 2 in share]
+
+
+class MeasuredPart(Struct):
+    """The leaves that a part has read. `digests` tells whether parts have read the same checkpoints."""
+
+    digests: list[str]
+    leaves: dict[str, Measured]
+
+
+def joined_parts(parts: Sequence[MeasuredPart]) -> MeasuredPart:
+    """Join the leaves of all parts. Raise AgainError if a checkpoint was replaced meanwhile."""
+    if any(part.digests != parts[0].digests for part in parts):
+        raise AgainError
+    return MeasuredPart(parts[0].digests, {path: one for part in parts for path, one in part.leaves.items()})
 
 
 class _Pair:

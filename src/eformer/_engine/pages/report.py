@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime as dt
 import html
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.formats.run_steps import path_of_step
@@ -14,8 +16,9 @@ from eformer._engine.pages.changes import LeafChange, overview, recorded_change
 from eformer._engine.pages.contents import page_contents
 from eformer._engine.pages.facts import columns
 from eformer._engine.pages.page import MARK, page
-from eformer._engine.pages.reading import Measured, measure
+from eformer._engine.pages.reading import Measured, MeasuredPart, joined_parts, measure
 from eformer._engine.pages.timeline import alarms, run_facts
+from eformer._engine.processes.crew import Crew, divided
 from eformer._engine.record.policies import keep_from
 from eformer._engine.record.text import count, few
 from eformer._engine.stores.durable import replacing
@@ -25,11 +28,13 @@ from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Executor
     from pathlib import Path
 
     from eformer._engine.formats.run_steps import StepChoice
     from eformer._engine.pages.contents import PageContents
+    from eformer._engine.record.division import Portion
     from eformer._engine.record.policies import Keep
     from eformer._engine.tasks.progress import Progress
 
@@ -103,6 +108,7 @@ def report(
     keep: int | Keep | Sequence[Keep] | None = None,
     memory: int | None = None,
     progress: Progress = None,
+    executor: Executor | Crew | None = None,
 ) -> Report:
     """Report on the checkpoint at `path`: its tree, sizes, dtypes, shardings, and the distribution of every leaf.
 
@@ -116,6 +122,8 @@ def report(
     keep       rules as for `Run`: a report on a run shows which steps they keep
     memory     the most bytes that the program takes; None for 1 GB more than it takes now
     progress   True for a progress bar, or a function of the bytes read and the total
+    executor   a `concurrent.futures.Executor` whose workers read the arrays, a part of the bytes each; a report on a
+               run is made here
 
     Every array is read once, box by box, and checked against its digests where the format has them; damage is shown in
     the report, and does not raise.
@@ -127,16 +135,58 @@ def report(
         'report.html'
     """
     if step is None and against is None and prefix is None and is_run(store_at(path)):
+        if isinstance(executor, Crew) and not executor.is_first:
+            values = False  # the first process reads the run, and the others have nothing to do
         run = run_facts(path, keep_from(keep) or (), values=values, memory=memory, progress=progress)
         return Report(
             run["path"], {"version": 1, "kind": "run", "title": f"{run['title']}: run", "run": run | made()}
         )
     path = path_of_step(path, step)
     with page_contents(path, prefix) as contents:
+        work = _work(path, against, prefix, memory, executor)
         if against is None:
-            return _checkpoint_report(contents, None, values, memory, progress)
+            return _checkpoint_report(contents, None, values, memory, progress, work)
         with page_contents(against, prefix) as other:
-            return _checkpoint_report(contents, other, values, memory, progress)
+            return _checkpoint_report(contents, other, values, memory, progress, work)
+
+
+def _work(
+    path: str | os.PathLike[str],
+    against: str | os.PathLike[str] | None,
+    prefix: str | None,
+    memory: int | None,
+    executor: Executor | Crew | None,
+) -> Callable[[Progress, int], dict[str, Measured]] | None:
+    """Return a function that measures the leaves by the workers of an executor; None without one."""
+    if executor is None:
+        return None
+    paths = os.fspath(path), None if against is None else os.fspath(against)
+
+    def measured(progress: Progress, nbytes: int) -> dict[str, Measured]:
+        return divided(
+            partial(_measure_part, *paths, prefix, memory),
+            joined_parts,
+            MeasuredPart,
+            executor=executor,
+            progress=progress,
+            nbytes=lambda: nbytes,
+            doing="reading",
+        ).leaves
+
+    return measured
+
+
+def _measure_part(
+    path: str, against: str | None, prefix: str | None, memory: int | None, part: Portion, progress: Progress
+) -> MeasuredPart:
+    """Measure the leaves of a part."""
+    with ExitStack() as stack:
+        contents = stack.enter_context(page_contents(path, prefix))
+        other = None if against is None else stack.enter_context(page_contents(against, prefix))
+        leaves = measure(contents, other, memory=memory, progress=progress, part=part)
+        read = [contents, *([other] if other else [])]
+        digests = [view.tree.save_id for one in read for view in one.views.values()]
+        return MeasuredPart(digests, leaves)
 
 
 def damage_in(report: Report) -> str:
@@ -163,9 +213,18 @@ def became_in(report: Report) -> str:
 
 
 def _checkpoint_report(
-    contents: PageContents, other: PageContents | None, values: bool, memory: int | None, progress: Progress
+    contents: PageContents,
+    other: PageContents | None,
+    values: bool,
+    memory: int | None,
+    progress: Progress,
+    work: Callable[[Progress, int], dict[str, Measured]] | None,
 ) -> Report:
-    measured = measure(contents, other, memory=memory, progress=progress) if values else {}
+    measured: dict[str, Measured] = {}
+    if values and work:
+        measured = work(progress, contents.nbytes)
+    elif values:
+        measured = measure(contents, other, memory=memory, progress=progress)
     found = changes_of(contents, other, measured)
     summary = contents.summary() | made() | {
         "has_values": values,

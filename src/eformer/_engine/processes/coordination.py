@@ -57,6 +57,7 @@ class Hosts:
 
     number = 0
     count = 1
+    watch: Callable[[], None] | None = None  # called now and then in a meeting; raises if a process has died
 
     def meet(self, message: bytes, answer: Callable[[Sequence[bytes]], bytes]) -> bytes:
         """Send this process's message, and return the first process's answer to the messages of all.
@@ -147,9 +148,17 @@ class Board:
         """Set a key that has no value yet."""
         self._keys[key] = value
 
+    def set(self, key: str, value: bytes) -> None:
+        """Set a key, which may have a value."""
+        self._keys[key] = value
+
     def look(self, key: str) -> bytes | None:
         """Return the value of a key, or None if no process has set it."""
         return self._keys.get(key)
+
+    def all_named(self, start: str) -> dict[str, bytes]:
+        """Return all keys that begin with this text, by the rest of their names."""
+        return {key.removeprefix(start): value for key, value in self._keys.items() if key.startswith(start)}
 
     def all_below(self, start: str) -> list[bytes]:
         """Return the values of all keys that begin with this text, which ends in a slash."""
@@ -166,6 +175,9 @@ class BoardOfSeveral(Board):
     def post(self, key: str, value: bytes) -> None:
         self._call(self._client.key_value_set_bytes, f"{self._place}/{key}", value)
 
+    def set(self, key: str, value: bytes) -> None:
+        self._call(self._client.key_value_set_bytes, f"{self._place}/{key}", value, True)
+
     def look(self, key: str) -> bytes | None:
         try:
             return bytes(self._client.key_value_try_get_bytes(f"{self._place}/{key}"))
@@ -175,8 +187,12 @@ class BoardOfSeveral(Board):
             raise _lost(error) from error
 
     def all_below(self, start: str) -> list[bytes]:
-        found = self._call(self._client.key_value_dir_get_bytes, f"{self._place}/{start}")
-        return [bytes(value) for _, value in found]
+        return list(self.all_named(start).values())
+
+    def all_named(self, start: str) -> dict[str, bytes]:
+        below = f"{self._place}/{start}"
+        found = self._call(self._client.key_value_dir_get_bytes, below)
+        return {key.removeprefix(below): bytes(value) for key, value in found}
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -329,6 +345,8 @@ class Together(Hosts):
         """Wait for a key; after the deadline raise an error that names the processes that are `absent`."""
         while True:
             interrupts.check()
+            if self.watch:
+                self.watch()
             left = deadline - time.monotonic()
             if left <= 0:
                 raise ProcessTimeoutError(

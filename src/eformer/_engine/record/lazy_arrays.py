@@ -46,6 +46,7 @@ class StoredLeaf(LazyArray):
     """
 
     in_order = True
+    entry: LeafEntry
 
     def __init__(self, reader: LeafReader, name: str, entry: LeafEntry, *, keeps_small: bool = False) -> None:
         self.reader, self.name, self.entry = reader, name, entry
@@ -339,7 +340,7 @@ class Constant(LazyArray):
 
 def entry_of(array: LazyArray) -> LeafEntry:
     """Return the record of a stored leaf, or describe an array that is computed."""
-    if isinstance(array, StoredLeaf):
+    if array.entry is not None:
         return array.entry
     first = next(iter(stored_leaves(array)), None)
     return LeafEntry(name_of_dtype(array.dtype), array.shape, (), first.entry.home if first else "jax")
@@ -350,3 +351,11 @@ def stored_leaves(array: LazyArray) -> list[StoredLeaf]:
     if isinstance(array, StoredLeaf):
         return [array]
     return list(dict.fromkeys(leaf for inner in array.inners for leaf in stored_leaves(inner)))
+
+
+def decoded_together(array: LazyArray) -> int:
+    """Return the memory for the decoded chunks of a read. Most arrays read their leaves one after the other."""
+    if isinstance(array, StoredLeaf):
+        return array.decoded_nbytes
+    found = [decoded_together(inner) for inner in array.inners]
+    return sum(found) if array.is_read_together else max(found, default=0)

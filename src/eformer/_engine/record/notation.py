@@ -124,16 +124,30 @@ class LeafPattern:
 
 
 @dataclass(frozen=True, slots=True)
+class ScalesPattern:
+    """The leaf with the scales of quantised elements. `shared` has the elements along an axis that share a scale."""
+
+    text: str
+    leaf: LeafPattern
+    shared: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
 class ValueStep:
-    """A step that changes values: scale, add, pad, cast or fill."""
+    """A step that changes values: scale, add, pad, cast, fill or dequant."""
 
     verb: str
     number: Expression | None = None
     axis: str = ""
     dtype: str = ""
+    scales: ScalesPattern | None = None
 
     def __str__(self) -> str:
-        return " ".join(filter(None, [self.verb, self.axis, self.dtype, str(self.number or "")]))
+        words = (self.verb, self.axis, self.dtype, str(self.number or ""), str(self.scales or ""))
+        return " ".join(filter(None, words))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +164,18 @@ class AxisRule:
 
     def __str__(self) -> str:
         return f"{self.where}, {self.text}"
+
+    @property
+    def scales(self) -> ScalesPattern | None:
+        """Return the leaf with the scales, if the rule computes numbers from quantised elements."""
+        return self.steps[0].scales if self.steps else None
+
+    @property
+    def cannot_go_back(self) -> str:
+        """Tell why the rule cannot be read from right to left; "" if it can."""
+        if self.scales:
+            return "has dequant, and nothing is quantised on the way back"
+        return "" if self.is_two_way else "has -> and cannot be read from right to left"
 
     @property
     def literal(self) -> str:
@@ -377,7 +403,8 @@ def _leaf(name: str, axes: tuple[Axis, ...] | None, tied: LeafPattern | None = N
     return LeafPattern(name, parts, axes, tied)
 
 
-_STEPS = "scale X, add X, pad AXIS N, cast DTYPE, fill X"
+_STEPS = "scale X, add X, pad AXIS N, cast DTYPE, fill X, dequant NAME [AXES]"
+_SHARED = re.compile(r"([A-Za-z_]\w*)\s*/\s*([1-9][0-9]{0,9})(?!\w)", re.ASCII)
 
 
 def _parse_step(text: str) -> ValueStep:
@@ -388,7 +415,16 @@ def _parse_step(text: str) -> ValueStep:
         return ValueStep(verb, parse_expression(match[2]), axis=match[1])
     if verb == "cast" and rest:
         return ValueStep(verb, dtype=_dtype(rest))
+    if verb == "dequant" and (match := re.fullmatch(r"(.+?)\s*\[([^\[\]]*)\]", rest)):
+        return ValueStep(verb, scales=_parse_scales(rest.strip(), match[1].strip(), match[2]))
     raise FormatError(f"unknown step {text.strip()!r}; expected one of {_STEPS}")
+
+
+def _parse_scales(text: str, name: str, brackets: str) -> ScalesPattern:
+    if not _NAME.fullmatch(name):
+        raise FormatError(f"dequant: expected the name of a leaf, found {name[:40]!r}")
+    shared = tuple((axis, int(number)) for axis, number in _SHARED.findall(brackets))
+    return ScalesPattern(text, _leaf(name, parse_axes(_SHARED.sub(r"\1", brackets))), shared)
 
 
 def _dtype(text: str) -> str:
@@ -446,9 +482,28 @@ def _check_brackets(rule: AxisRule) -> None:
         len(leaves) > 2 or rule.right[0].tied or rule.left[0].count > 1
     ):
         raise FormatError("`A or B` stands alone on the left, with one leaf on the right")
+    _check_scales(rule)
     for step in rule.steps:
         if step.verb == "pad" and not any(step.axis in (leaf.axes or ()) for leaf in rule.right):
             raise FormatError(f"pad: {step.axis} is not an axis of its own on the right")
+
+
+def _check_scales(rule: AxisRule) -> None:
+    if not any(step.scales for step in rule.steps):
+        return
+    (leaf, *more), scales = rule.left, rule.scales
+    if scales is None or any(step.scales for step in rule.steps[1:]):
+        raise FormatError("dequant is the first step, and stands once")
+    if more or leaf.axes is None or leaf.tied or leaf.count > 1:
+        raise FormatError("dequant needs one leaf on the left, with brackets and without +")
+    axes = [name for axis in leaf.axes for name in names_in(axis, 0)]
+    names = [name for axis in scales.leaf.axes or () for name in names_in(axis, 0)]
+    if scales.leaf.count > 1 or REST in names or len(set(names)) < len(names):
+        raise FormatError("dequant: the scales have each axis once, and neither + nor ...")
+    if unknown := [name for name in names if name not in axes]:
+        raise FormatError(f"dequant: {unknown[0]} is no axis between the brackets of {leaf}")
+    if set(scales.leaf.named()) - set(leaf.named()) or scales.leaf.texts - leaf.texts:
+        raise FormatError(f"dequant: {scales.leaf.text} has placeholders that {leaf.text} lacks")
 
 
 def _check_axes(left: LeafPattern, block: int, right: LeafPattern, other: int) -> None:

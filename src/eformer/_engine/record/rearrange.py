@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from eformer._engine.record.axes import Layout, all_names, lattice, size_of, solve
+from eformer._engine.record.dequant_step import dequantized_by, digits_of
 from eformer._engine.record.dtypes import dtype_from_name, is_floating, name_of_dtype
 from eformer._engine.record.lazy_arrays import Computed, Rearranged, Resized, Shared, SourceBlock
 from eformer._engine.record.notation import REST, NumberHole, blocks_of, names_in
@@ -120,7 +121,9 @@ class ReadyRule:
         ]
         self.alternates = any(map(self._alternates, self.pairs))
         self.pads = {s.axis: s for s in rule.steps if s.verb == "pad"}
+        self.scales = Template(rule.scales.leaf, self.known) if rule.scales else None
         self.solved: dict[tuple[object, ...], Solved | str] = {}
+        self.divided: dict[int, Solved] = {}
         self.plans: dict[tuple[object, ...], Plan] = {}
 
     def _pairs(self) -> Iterator[Pair]:
@@ -162,7 +165,7 @@ class ReadyRule:
     @cached_property
     def moves_nothing(self) -> bool:
         """Tell whether all elements stay in their places."""
-        if len(self.pairs) != 1:
+        if len(self.pairs) != 1 or self.scales:
             return False
         (pair,) = self.pairs
         return (
@@ -200,12 +203,17 @@ class Assembly:
     """The targets of one stage.
 
     shapes   returns the shapes that leaves must have, by name, as far as they are known
+    find     returns a leaf by its name, for the scales of another; None if it is missing
     """
 
     def __init__(
-        self, numbers: Numbers, lines: Mapping[str, str], shapes: Callable[[], Mapping[str, tuple[int, ...]]]
+        self,
+        numbers: Numbers,
+        lines: Mapping[str, str],
+        shapes: Callable[[], Mapping[str, tuple[int, ...]]],
+        find: Callable[[str], LazyArray | None],
     ) -> None:
-        self.numbers, self.lines, self.shapes = numbers, lines, shapes
+        self.numbers, self.lines, self.shapes, self.find = numbers, lines, shapes, find
         self.targets: dict[str, Target] = {}
         self.problems: dict[str, None] = {}
 
@@ -215,12 +223,18 @@ class Assembly:
         """Take a leaf that matches a source of a rule."""
         if ready.back and ready.rule.steps:
             array = self._without_steps(ready, name, array)
-        if ready.alternates:
-            array = Shared(array)
         solved = self._solve(ready, number, bound, name, array)
         if isinstance(solved, str):
             self.problems[solved] = None
             return
+        if ready.scales:
+            try:
+                array, solved = self._dequantized(ready, bound, name, array, solved)
+            except FormatError as error:
+                self.problems[f"{ready.where}: {error}"] = None
+                return
+        if ready.alternates:
+            array = Shared(array)
         member = Member(name, array, solved)
         for pair_number, pair in ready.pairs_of[number]:
             index = tuple([bound[axis] for axis in pair.numbered])
@@ -230,9 +244,24 @@ class Assembly:
             except FormatError as error:
                 self.problems[f"{ready.where}: {error}"] = None
 
+    def _dequantized(
+        self, ready: ReadyRule, bound: Bound, name: str, array: LazyArray, solved: Solved
+    ) -> tuple[LazyArray, Solved]:
+        """Return quantised elements as numbers, and the axes of the result."""
+        assert ready.scales
+        assert ready.rule.scales
+        there = ready.scales.fill(bound)
+        if (found := self.find(there)) is None:
+            raise FormatError(f"{name} has no scales: {there} is missing")
+        numbers = dequantized_by(ready.rule.scales, name, array, solved.axes, solved.sizes, found)
+        known = ready.divided.get(id(solved))
+        if known is None:
+            known = ready.divided[id(solved)] = Solved(digits_of(solved.axes), solved.sizes, numbers.dtype)
+        return numbers, known
+
     @staticmethod
     def _chosen(pair: Pair, bound: Bound, sizes: Sizes) -> Iterator[Bound]:
-        """Yield what is bound, with each of the indices that a target is chosen by."""
+        """Yield the bound indices, with each index by which a target is chosen."""
         if not pair.chosen:
             yield bound
             return
@@ -434,11 +463,8 @@ class Assembly:
             chosen = {axis: target.bound[axis] for axis in ready.pairs[number].chosen}
             sources = {index: member.array for index, member in members.items()}
             parts.append(SourceBlock(plan.layouts[number], sources, chosen))
-        array = target.first.array
-        if (
-            len(parts) == 1 and parts[0].is_all and array.shape == plan.shape
-        ):  # not the first of several blocks
-            return array
+        if len(parts) == 1 and parts[0].is_all and target.first.array.shape == plan.shape:
+            return target.first.array  # a first block has the places of the whole
         return Rearranged(parts, plan.shape)
 
     def _planned(self, name: str, target: Target) -> Plan:
@@ -591,7 +617,7 @@ def _with_steps(array: LazyArray, target: Target, name: str) -> LazyArray:
     """Return an array with the values that the steps of a rule give it. Raise FormatError if a step does not fit."""
     ready = target.rule
     leaf = ready.targets[target.leaf].leaf
-    for step in ready.rule.steps:
+    for step in ready.rule.steps[1:] if ready.scales else ready.rule.steps:
         try:
             array = _with_step(step, array, ready, leaf, name)
         except FormatError as error:

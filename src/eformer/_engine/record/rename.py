@@ -103,6 +103,11 @@ class RenamingRules:
                 yield f"config.json is of a model {kind!r}, whose rules {other!r} differ from {book.name!r}"
 
     @property
+    def have_book(self) -> bool:
+        """Tell whether a shipped book is among the texts."""
+        return any(isinstance(text, BookName) or text.book for text in self.texts)
+
+    @property
     def books(self) -> list[Book]:
         return [text.book for text in self.texts if isinstance(text, RuleText) and text.book]
 

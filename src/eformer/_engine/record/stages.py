@@ -15,6 +15,7 @@ from eformer._engine.record.dtypes import dtype_from_name, is_floating, name_of_
 from eformer._engine.record.expressions import Expression, Numbers
 from eformer._engine.record.lazy_arrays import Constant
 from eformer._engine.record.names import nearest, readable
+from eformer._engine.record.notation import AxisRule
 from eformer._engine.record.pieces import pieces
 from eformer._engine.record.rearrange import Assembly, ReadyRule, fits
 from eformer._engine.record.regex_rules import RegexRule, Stacking, fill, number_of, renamed_leaves, stack
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     import re
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from eformer._engine.record.notation import AxisRule
     from eformer._engine.record.planned import LazyArray
     from eformer._engine.record.rearrange import Target
     from eformer._engine.record.rule_books import Book
@@ -157,12 +157,13 @@ class StageRenaming:
         self.is_book = text.book is not None
         self.numbers = Numbers(text.lets, known.config)
         self.kept: dict[str, str] = {}
+        self.spelled: dict[str, str] = {}
         self.renamed = Renamed()
         self.problems: list[str] = []
         self.used: set[str] = set()
         self.stacks: dict[str, list[Stacking]] = {}
         self.taken: set[str] = set()
-        self.assembly = Assembly(self.numbers, text.lines, shapes)
+        self.assembly = Assembly(self.numbers, text.lines, shapes, self.scales_at)
         self.ways = list(self._ways())
         self.has_tied = any(way.is_tied for way in self.ways)
         self.has_templates = any(way.template is not None for way in self.ways)
@@ -205,9 +206,11 @@ class StageRenaming:
     # -------------------------------------------------------------------------------------- leaves
 
     def apply(self, arrays: Mapping[str, LazyArray], plain: Iterable[str]) -> Renamed:
-        self.arrays = arrays  # to look for leaves that others stand for
+        self.arrays = arrays  # to look for leaves in whose place other leaves are read
+        scales = self.scales_in(arrays)
         for name, array in arrays.items():
-            self.add_leaf(name, array)
+            if name not in scales:
+                self.add_leaf(name, array)
         for name in plain:
             self.add_leaf(name, None)
         for new, members in self.stacks.items():
@@ -220,6 +223,26 @@ class StageRenaming:
             raise MismatchError(self.problems, context="rename")
         self.add_hints()
         return self.renamed
+
+    def scales_in(self, arrays: Mapping[str, LazyArray]) -> set[str]:
+        """Return the names of leaves that are the scales of other leaves by a rule.
+
+        They belong to the other leaves, and no rule has to name them.
+        """
+        if self.known.back or not any(isinstance(rule, AxisRule) and rule.scales for rule in self.stage):
+            return set()
+        self.spelled = {readable(name): name for name in arrays}
+        found = set[str]()
+        for text, name in self.spelled.items():
+            for way in self.ways_for(text):
+                if isinstance(way.rule, ReadyRule) and way.template and way.rule.scales:
+                    bound = way.template.match(text)
+                    if bound is not None and fits(way.template.leaf.axes, arrays[name]):
+                        found.add(self.spelled.get(way.rule.scales.fill(bound), ""))
+        return found
+
+    def scales_at(self, name: str) -> LazyArray | None:
+        return self.arrays.get(self.spelled.get(readable(name), ""))
 
     def add_leaf(self, name: str, array: LazyArray | None) -> None:
         near = None
@@ -291,11 +314,9 @@ class StageRenaming:
         self.used.add(ready.where)
         if not ready.targets:
             self.renamed.left_out.append(name)
-        elif self.known.back and not ready.rule.is_two_way:
-            self.problems.append(
-                f"{ready.where} has -> and cannot be read from right to left; write <->, or leave it out of the way "
-                "back"
-            )
+        elif self.known.back and (why := ready.rule.cannot_go_back):
+            advice = "" if ready.rule.scales else "write <->, or "
+            self.problems.append(f"{ready.where} {why}; {advice}leave it out of the way back")
         elif array is None or (ready.moves_nothing and not ready.rule.steps and not ready.tied):
             self.add(ready.targets[0].fill(bound), name, array)
         else:

@@ -124,6 +124,11 @@ def _lacks(extents: Sequence[PlannedExtent], block: int, costly: bool) -> bool:
     return recorded_fingerprint(source.entry(tuple(one.extent(0) for one in extents)), block) is None
 
 
+def lacks_fingerprint(extent: PlannedExtent, block: int) -> bool:
+    """Tell whether the digests of an extent do not give the fingerprint of its leaf."""
+    return recorded_fingerprint(extent.source.entry((extent.extent(0),)), block) is None
+
+
 def _note(extents: Sequence[PlannedExtent], staging: Staging) -> None:
     source = extents[0].source
     cut = whole_cut(source.dtype, source.shape)

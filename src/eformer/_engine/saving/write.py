@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -289,7 +290,9 @@ def _piece_tasks(
     """Write a large box, a few pieces to a task."""
     expected = at_source.begin(extent) if at_source else None
     itemsize = extent.source.itemsize
-    offset, number = start + extent.offset, 0
+    number = extent.written[0] if extent.written else 0
+    before = islice(piece_sizes(extent.shape, itemsize, block), number)
+    offset = start + extent.offset + sum(before)
     for group in _groups(extent, block, staging):
         boxes, held = staging.fetch(extent.source.boxes, bounding(group))
         release = Countdown(partial(staging.release, held), len(group))
@@ -344,7 +347,8 @@ def digests_of(extent: PlannedExtent, block: int, staging: Staging) -> Iterator[
 def _groups(extent: PlannedExtent, block: int, staging: Staging) -> Iterator[Sequence[Box]]:
     """Group the pieces of a box that are fetched together."""
     itemsize = extent.source.itemsize
-    inside = shifted(pieces(extent.box.shape, itemsize, block), extent.box.start)
+    cut = pieces(extent.box.shape, itemsize, block)
+    inside = shifted(cut[slice(*extent.written)] if extent.written else cut, extent.box.start)
     return joined(inside, itemsize, max(block, staging.batch_bytes(extent.source.parts)))
 
 

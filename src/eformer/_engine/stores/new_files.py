@@ -82,6 +82,7 @@ class NewFiles(Scratch):
         self.synced: list[str] = []  # their bytes are synced, only the directories are left
         self._made: set[str] = set()
         self._files: list[NewFile] = []
+        self.file_type = NewFile
         super().__init__(directory, token, may_be_new=may_be_new)
 
     def require_room(self, nbytes: int) -> None:
@@ -91,7 +92,7 @@ class NewFiles(Scratch):
     def create(self, name: str, nbytes: int) -> NewFile:
         if self.nbytes > _SMALL_SAVE and not self._files:
             self.passes_cache = self.nbytes > available_memory() * _WARM_PART
-        file = NewFile(self, name, nbytes, sync=len(self._files) < _FEW)
+        file = self.file_type(self, name, nbytes, sync=len(self._files) < _FEW)
         self._files.append(file)
         return file
 
@@ -231,10 +232,13 @@ class NewFile:
                 # readable.
                 mode = None if outer else replaceable_mode(self._upload.place, name)
                 with self._upload.made_folder(outer) as folder:
-                    self._descriptor = folder.create(name)
+                    self._descriptor = self._create(folder, name)
                 if mode is not None:
                     os.fchmod(self._descriptor, mode)
                 os.ftruncate(self._descriptor, self._nbytes)
+
+    def _create(self, folder: Directory, name: str) -> int:
+        return folder.create(name)
 
     def close(self) -> None:
         if self._descriptor < 0:

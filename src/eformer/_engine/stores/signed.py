@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Self
 
+from eformer._engine.record.division import WHOLE
 from eformer._engine.record.signature import (
     MOST_BYTES,
     SIGNED_BLOCK_BYTES,
@@ -38,6 +39,7 @@ from eformer.errors import AlteredError, Damage, FormatError, SignatureError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from eformer._engine.record.division import Portion
     from eformer._engine.record.signature import Verifier
     from eformer._engine.stores.base import Files, Store, Version
     from eformer._engine.tasks.progress import Meter
@@ -232,11 +234,13 @@ class SignedStore(ListedStore):
                 damages.append(Damage("", printable(name), 0, 0, problem))
         return damages
 
-    def find_altered(self, meter: Meter = SILENT) -> list[Damage]:
-        """Find all differences: read every byte, on all cores."""
+    def find_altered(self, meter: Meter = SILENT, part: Portion = WHOLE) -> list[Damage]:
+        """Find all differences: read every byte of the files of this part, on all cores."""
         damages = self.differences()
         lost = {damage.file for damage in damages}
         sizes = {name: size for name, size in self._listing.sizes.items() if printable(name) not in lost}
+        sizes = _files_of(sizes, part)
+        damages = damages if part.is_first else []
         for now in digest_files(self._store, sizes, meter):
             file = self.files[now.name]
             for block, (digest, signed) in enumerate(zip(now.sha256, file.sha256, strict=True)):
@@ -268,6 +272,17 @@ class SignedStore(ListedStore):
         paths = [self.inside(name) for name in names]
         inner = {self._inner(name): version for name, version in (versions or {}).items()}
         return SignedFiles(self._store.open(paths, inner), [self.files[path] for path in paths], self)
+
+
+def _files_of(sizes: Mapping[str, int], part: Portion) -> dict[str, int]:
+    """Return the files of a part: their middle lies in its share of all bytes."""
+    weights = {name: size + 1 for name, size in sizes.items()}
+    share, before, found = part.share(sum(weights.values())), 0, {}
+    for name, weight in weights.items():
+        if before + weight // 2 in share:
+            found[name] = sizes[name]
+        before += weight
+    return found
 
 
 # ---------------------------------------------------------------------------------------------- files

@@ -186,7 +186,7 @@ class _Terminal:
 
     def update(self, done: int, total: int) -> None:
         amount = _amount(done, total, self._began, self._of)
-        self._bars.update(self._task, completed=done, amount=amount)
+        self._bars.update(self._task, completed=done, total=total, amount=amount)
 
     def close(self) -> None:
         try:

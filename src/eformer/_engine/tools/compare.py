@@ -157,6 +157,16 @@ class Comparison:
                 self._add(was[start : start + _CHUNK], now[start : start + _CHUNK])
         return self
 
+    def merge(self, other: Comparison) -> Self:
+        """Add the comparison of other boxes of the same leaf."""
+        sums = ("elements", "differing", "became_nan", "became_inf", "healed", "unlike", "special", "total")
+        for name in sums:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.largest = max(self.largest, other.largest)
+        self.beyond = float(np.maximum(self.beyond, other.beyond))  # NaN stays NaN
+        self.change, self.norm = math.hypot(self.change, other.change), math.hypot(self.norm, other.norm)
+        return self
+
     @property
     def became(self) -> int:
         return self.became_nan + self.became_inf

@@ -8,10 +8,10 @@ import re
 import shutil
 import tempfile
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import msgspec
 
@@ -24,11 +24,15 @@ from eformer._engine.formats.quantized import dtype_of_dequant
 from eformer._engine.formats.run_steps import path_of_step
 from eformer._engine.formats.safetensors.names import SUFFIX, refuse_other_suffix
 from eformer._engine.processes.hosts import Hosts
-from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
+from eformer._engine.record.dequantized import undequantized
+from eformer._engine.record.digests import xxh3_128
+from eformer._engine.record.division import parse_part
+from eformer._engine.record.lazy_arrays import StoredLeaf, decoded_together, stored_leaves
 from eformer._engine.record.options import SaveOptions
 from eformer._engine.record.origin import config_in
 from eformer._engine.record.text import count, few, size
 from eformer._engine.saving.commit import new_entry
+from eformer._engine.saving.in_parts import SaveOfParts
 from eformer._engine.saving.save import ALIASES, Save, complete
 from eformer._engine.saving.staging import Staging
 from eformer._engine.stores.base import publish
@@ -40,7 +44,7 @@ from eformer._engine.tasks.deadline import clearing_up
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tasks.memory import resident_bytes
 from eformer._engine.tasks.pool import default_threads, gc_paused
-from eformer._engine.tasks.progress import metered
+from eformer._engine.tasks.progress import SILENT, metered
 from eformer._engine.tasks.turns import turns
 from eformer._engine.tools import sequential_writers
 from eformer._engine.tools.adapter import plan_adapter
@@ -53,19 +57,30 @@ from eformer._engine.tools.conversion import (
     plan_tree,
     summarize,
 )
+from eformer._engine.tools.convert_parts import (
+    DividedWork,
+    alone_for_all,
+    commit_parts,
+    convert_part,
+    convert_together,
+)
 from eformer._engine.tools.export_plan import ExportWish, plan_model
 from eformer._engine.tools.model_files import ModelDirectory, open_model
 from eformer._engine.tools.orbax_writer import plan_orbax, write_checkpoint_metadata, write_tree
+from eformer._engine.tools.source_date import recorded_now
 from eformer._engine.tools.view import View
 from eformer._version import __version__
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from eformer._engine.formats.found import Found
     from eformer._engine.formats.model_config import ModelConfig
     from eformer._engine.formats.run_steps import StepChoice
+    from eformer._engine.processes.crew import Crew
+    from eformer._engine.record.division import Portion
+    from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.planned import Source
     from eformer._engine.record.rename import RenameRules
     from eformer._engine.stores.base import Store
@@ -105,6 +120,8 @@ def convert(
     card: bool = True,
     progress: Progress = None,
     dequant: Any = None,
+    part: str | None = None,
+    commit: bool = False,
 ) -> Conversion:
     """Convert the checkpoint at `source`, of any format that `load` reads, to a new checkpoint at `destination`.
 
@@ -139,8 +156,13 @@ def convert(
     card             for to="hf": write README.md
     progress         True for a progress bar, or a function of the bytes done and the total
     dequant          a floating dtype, such as "bf16": converts the weights of a quantised model to numbers of this
-                     dtype, see `docs/guides/from-hugging-face.md`. False converts its leaves as they are stored; None
-                     raises a `QuantizedError` for such a model
+                     dtype, see `docs/guides/from-hugging-face.md`. False converts its leaves as they are stored. None
+                     takes the dtype of the configuration if `rename` is a book, and otherwise raises a `QuantizedError`
+    part             for independent jobs: "7/64" writes part 7 of 64, numbered from 0, to a hidden directory beside the
+                     destination. A part that is complete is checked and not written again. See
+                     `docs/guides/larger-than-a-machine.md`
+    commit           for independent jobs: makes the destination from all parts, once they are written. Takes the same
+                     arguments as the parts
 
     Example:
 
@@ -150,8 +172,29 @@ def convert(
         ('the source has no digests: its bytes could be read, but not checked',)
     """
     arguments = {name: value for name, value in locals().items() if name not in ("source", "destination")}
+    return convert_in(None, source, destination, **arguments)
+
+
+def convert_in(
+    crew: Crew | None, source: str | os.PathLike[str], destination: str | os.PathLike[str], **arguments: Any
+) -> Conversion:
+    """Convert by all processes of a crew; None converts by this process alone. The arguments are those of `convert`."""
+    part, commit = arguments.pop("part", None), arguments.pop("commit", False)
+    if part is not None and commit:
+        raise ValueError("part= and commit= are two calls: write all parts, then commit")
+    how = _How(crew, None if part is None else parse_part(part), commit)
+    step, prefix, dequant = (arguments.get(name) for name in ("step", "prefix", "dequant"))
     opening = partial(_open, source, step, prefix, dtype_of_dequant(dequant))
-    return convert_opened(opening, source, destination, **arguments)
+    return convert_opened(opening, source, destination, how=how, **arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    """How to divide a conversion: among the processes of a crew, or in parts that jobs write and one job commits."""
+
+    crew: Crew | None = None
+    part: Portion | None = None
+    commit: bool = False
 
 
 def convert_opened(
@@ -177,6 +220,7 @@ def convert_opened(
     card: bool = True,
     progress: Progress = None,
     dequant: Any = None,
+    how: _How | None = None,
 ) -> Conversion:
     """Convert the trees that `opening` opens. The arguments are those of `convert`."""
     place = _place_of(destination)
@@ -189,17 +233,14 @@ def convert_opened(
     names = None if keys is None else (keys,) if isinstance(keys, str) else tuple(keys)
     with ExitStack() as stack:
         found, views = opening(stack)
-        left_out = found.left_out(prefix)
-        if left_out and not allow_missing:
-            number = count(len(left_out), "file")
-            raise FormatError(
-                f"{os.fspath(source)}: {number} would be lost, which may hold leaves: {few(left_out)}. Pass "
-                "allow_missing=True to convert the rest"
-            )
+        left_out = left_out_of(found, prefix, source, allow_missing=allow_missing)
         model = None if like is None else open_model(like, stack)
         numbers = None if target == "peft" else settings
         settled = _settle_rules(rename, back, found, views, model, numbers, target)
         rules = settled.rules if settled else None
+        if dequant is None and settled and found.foreign.find_quantized and settled.dtype_of_numbers:
+            for view in views.values():
+                view.read_as_numbers(settled.dtype_of_numbers)
         choice = LeafChoice(root, rules, names, *_facts_for_rules(settled, model, target))
         cast = None if target == "hf" else dtype  # an export gives each tensor the dtype that `like` has
         with gc_paused():
@@ -217,9 +258,8 @@ def convert_opened(
         conversion = summarize(source if step is None else found.path, destination, target, trees, left_out)
         budget = _budget(memory, trees, target)
         if not dry_run:
-            place.require_free(conversion.nbytes)
-            with metered(progress, conversion.nbytes, "converting") as meter:
-                _write(place, target, trees, budget, max_shard_bytes, meter, files)
+            work = _Work(place, target, trees, budget, max_shard_bytes, files, conversion)
+            _carry_out(work, how or _How(), progress)
     return conversion
 
 
@@ -346,24 +386,42 @@ def _check_items(trees: Mapping[str, ConvertedTree]) -> None:
         )
 
 
+def left_out_of(
+    found: Found, prefix: str | None, source: str | os.PathLike[str], *, allow_missing: bool
+) -> tuple[str, ...]:
+    """Return the files that are not read and may hold leaves. Refuse them unless some may be missing."""
+    left_out = found.left_out(prefix)
+    if left_out and not allow_missing:
+        number = count(len(left_out), "file")
+        raise FormatError(
+            f"{os.fspath(source)}: {number} would be lost, which may hold leaves: {few(left_out)}. Pass "
+            "allow_missing=True to convert the rest"
+        )
+    return left_out
+
+
 def _require_numbers(found: Found, trees: Iterable[ConvertedTree]) -> None:
     """Refuse quantised leaves: without their scales they are not the numbers of the model."""
-    find_quantized = found.foreign.find_quantized
     for tree in trees:
         arrays = (array for source in tree.sources for _, array in source.parts)
-        taken = {leaf.name for array in arrays for leaf in stored_leaves(array)}
-        if tree.view.has_numbers:
-            tree.view.refuse_problems(taken)
-        elif find_quantized and (quantization := find_quantized(tree.view.tree)):
-            refuse_raw(quantization, found.path, taken)
+        require_numbers(found, tree.view, {leaf.name for array in arrays for leaf in undequantized(array)})
+
+
+def require_numbers(found: Found, view: View, taken: Collection[str]) -> None:
+    """Refuse quantised leaves among the stored leaves of these names."""
+    find_quantized = found.foreign.find_quantized
+    if view.has_numbers:
+        view.refuse_problems(taken)
+    elif find_quantized and (quantization := find_quantized(view.tree)):
+        refuse_raw(quantization, found.path, taken)
 
 
 def _budget(memory: int | None, trees: Mapping[str, ConvertedTree], target: TargetFormat) -> int:
     """Compute how many bytes of elements may be in memory together, and set the threads that decode large chunks."""
     sources = [source for tree in trees.values() for source in tree.sources]
     taken = resident_bytes() + _RESERVE + _PER_LEAF.get(target, _PER_LEAF_ELSE) * len(sources)
-    stored = [leaf for source in sources for _, array in source.parts for leaf in stored_leaves(array)]
-    largest = max((leaf.decoded_nbytes for leaf in stored), default=0)
+    arrays = [array for source in sources for _, array in source.parts]
+    largest = max(map(decoded_together, arrays), default=0)
     least = taken + max(_LEAST, math.ceil(_DECODING * largest))
     if memory is None:
         memory = max(taken + _DEFAULT_MEMORY, least)
@@ -374,7 +432,7 @@ def _budget(memory: int | None, trees: Mapping[str, ConvertedTree], target: Targ
             f"{size(taken)}{chunk}; allow at least {size(least)}"
         )
     budget = (memory - taken) // 2
-    for leaf in stored:
+    for leaf in (leaf for array in arrays for leaf in stored_leaves(array)):
         if decoded := leaf.decoded_nbytes:
             leaf.threads = min(default_threads(), max(1, budget // (2 * decoded)))
     return budget
@@ -383,34 +441,130 @@ def _budget(memory: int | None, trees: Mapping[str, ConvertedTree], target: Targ
 # ----------------------------------------------------------------------------------------------- writing
 
 
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A conversion that is planned."""
+
+    place: _Destination | _HubDestination
+    target: TargetFormat
+    trees: Mapping[str, ConvertedTree]
+    budget: int
+    max_shard_bytes: int | None
+    files: ModelFiles | None
+    conversion: Conversion
+
+    @property
+    def options(self) -> SaveOptions:
+        options = SaveOptions(staging_bytes=self.budget)
+        if self.max_shard_bytes is None:
+            return options
+        return replace(options, max_shard_bytes=self.max_shard_bytes)
+
+    @property
+    def identity(self) -> str:
+        """Return a text that is the same for the same conversion, by any process: the digest of all that it is made
+        from."""
+        read = [
+            (
+                prefix,
+                tree.view.as_parent,
+                tree.view.tree.files,
+                tree.view.tree.raw_metadata,
+                (tree.raw_values, tree.structure, tree.origin, tree.adapter_config),
+            )
+            for prefix, tree in self.trees.items()
+        ]
+        made = [self.target, self.place.name, self.max_shard_bytes, self.conversion.leaves, __version__]
+        return xxh3_128(msgspec.json.encode([read, made], enc_hook=repr))
+
+
+def _carry_out(work: _Work, how: _How, progress: Progress) -> None:
+    where = work.place.where
+    can_divide = work.target in ("safetensors", "zarr", "hf", "peft") and where is not None
+    if (how.part or how.commit) and not can_divide:
+        problem = "is on no file system that jobs share" if where is None else f"is one {work.target} file"
+        raise ValueError(
+            f"part= and commit= are for safetensors, zarr, peft and hf in a directory of a file system, and "
+            f"{work.conversion.destination} {problem}; convert by one process, or by the processes of a launcher"
+        )
+    crew = how.crew
+    if crew is not None and not can_divide:
+        doing = f"converts to {work.conversion.destination}"
+        alone_for_all(partial(_convert_alone, work), crew, progress, doing)
+    elif crew is not None:
+        convert_together(_divided(work), crew, progress)
+    elif how.part:
+        convert_part(_divided(work), how.part, progress)
+    elif how.commit:
+        commit_parts(_divided(work))
+    else:
+        _convert_alone(work, progress)
+
+
+def _convert_alone(work: _Work, progress: Progress) -> None:
+    work.place.require_free(work.conversion.nbytes)
+    with metered(progress, work.conversion.nbytes, "converting") as meter:
+        _write(work, meter)
+
+
+def _divided(work: _Work) -> DividedWork:
+    """Return the conversion with a save for each tree, which is committed when all parts are there."""
+    place, views = work.place, [tree.view for tree in work.trees.values()]
+    assert isinstance(place, _Destination)
+    assert place.where is not None
+    saves: dict[str, SaveOfParts] = {}
+    around = LocalStore(place.where.parent)
+    for prefix, tree in work.trees.items():
+        store, name = (around.at(place.name), WEIGHTS) if work.target == "peft" else (around, place.name)
+        saves[prefix] = _save(work, store, name, prefix, tree, SaveOfParts)
+
+    def planned_save(store: Store, name: str, prefix: str) -> SaveOfParts:
+        save = saves[prefix]
+        save.store = store if save.file else store.at(name)
+        return save
+
+    def small_leaves(number: int, sources: Sequence[Source]) -> dict[str, Source]:
+        return _small_leaves_read(views[number], sources, work.budget // 4)
+
+    return DividedWork(
+        place.where,
+        work.identity,
+        list(saves.values()),
+        work.budget,
+        place.require_free,
+        small_leaves,
+        lambda: _write(work, SILENT, planned_save),
+    )
+
+
 def _write(
-    place: _Destination | _HubDestination,
-    target: TargetFormat,
-    trees: Mapping[str, ConvertedTree],
-    budget: int,
-    max_shard_bytes: int | None,
-    meter: Meter,
-    files: ModelFiles | None,
+    work: _Work, meter: Meter, planned_save: Callable[[Store, str, str], SaveOfParts] | None = None
 ) -> None:
-    options = SaveOptions(staging_bytes=budget)
-    if max_shard_bytes is not None:
-        options = replace(options, max_shard_bytes=max_shard_bytes)
+    """Write the destination; with `planned_save`, from parts that are written already."""
+    place, target, budget = work.place, work.target, work.budget
+
+    def save_of(store: Store, name: str, prefix: str) -> Save:
+        if planned_save:
+            return planned_save(store, name, prefix)
+        return _save(work, store, name, prefix, work.trees[prefix])
+
     with place.creating(in_files=target not in ("safetensors", "zarr", "hf")) as (store, name):
-        for prefix, tree in trees.items():
-            tree.sources = _with_small_leaves_read(tree, budget // 4)
+        for prefix, tree in work.trees.items():
+            if not planned_save:
+                tree.sources = _with_small_leaves_read(tree, budget // 4)
             if target in ("npz", "msgpack"):
                 _write_stream(_file(store, name), target, tree, Staging(budget), meter)
             elif target == "orbax":
                 leaves = plan_orbax(tree.structure, tree.sources, tree.values)
                 write_tree(_file(store, name) / prefix, leaves, Staging(budget), meter)
             elif target == "peft":
-                _write_adapter(store.at(name), tree, options, meter)
-            elif files:
-                _write_model(store, name, tree, options, meter, files)
+                _write_adapter(store.at(name), tree, save_of, meter)
+            elif work.files:
+                _write_model(store, name, save_of, meter, work.files)
             else:
-                complete(_save(store, name, prefix, target, tree, options), meter=meter)
+                complete(save_of(store, name, prefix), meter=meter)
         if target == "orbax":
-            write_checkpoint_metadata(_file(store, name), list(trees))
+            write_checkpoint_metadata(_file(store, name), list(work.trees))
 
 
 def _file(store: Store, name: str) -> Path:
@@ -421,24 +575,30 @@ def _file(store: Store, name: str) -> Path:
 
 def _with_small_leaves_read(tree: ConvertedTree, room: int) -> list[Source]:
     """Read small leaves ahead in one batch, as many as fit into `room`; return the sources with these in memory."""
+    ready = _small_leaves_read(tree.view, tree.sources, room)
+    return [ready.get(source.name, source) for source in tree.sources]
+
+
+def _small_leaves_read(view: View, sources: Iterable[Source], room: int) -> dict[str, Source]:
+    """Read small leaves in one batch, as many as fit into `room`; return their sources, with the leaves in memory."""
     chosen: dict[str, StoredLeaf] = {}
-    for source in tree.sources:
-        ((_, array),) = source.parts
+    by_name = {}
+    for source in sources:
+        by_name[source.name] = source
+        ((_, array),) = source.parts or ((None, None),)
         if (
             isinstance(array, StoredLeaf)
-            and array.reader is tree.view
+            and array.reader is view
             and 0 < array.entry.nbytes <= _SMALL < room
             and not array.decoded_nbytes
         ):
             room -= array.entry.nbytes
             chosen[source.name] = array
-    arrays = tree.view.read_all([array.name for array in chosen.values()])
-    return [
-        msgspec.structs.replace(source, whole=arrays[chosen[source.name].name], parts=(), regions=())
-        if source.name in chosen
-        else source
-        for source in tree.sources
-    ]
+    arrays = view.read_all([array.name for array in chosen.values()])
+    return {
+        name: msgspec.structs.replace(by_name[name], whole=arrays[array.name], parts=(), regions=())
+        for name, array in chosen.items()
+    }
 
 
 def _write_stream(
@@ -451,20 +611,22 @@ def _write_stream(
             sequential_writers.write_msgpack(file, tree.structure, tree.sources, tree.values, staging, meter)
 
 
-def _write_adapter(store: Store, tree: ConvertedTree, options: SaveOptions, meter: Meter) -> None:
-    complete(_save(store, WEIGHTS, "", "safetensors", tree, options), meter=meter)
+def _write_adapter(
+    store: Store, tree: ConvertedTree, save_of: Callable[[Store, str, str], Save], meter: Meter
+) -> None:
+    complete(save_of(store, WEIGHTS, ""), meter=meter)
     with replacing(_file(store, CONFIG)) as file:
         file.write(msgspec.json.format(msgspec.json.encode(tree.adapter_config), indent=2))
 
 
 def _write_model(
-    around: Store, name: str, tree: ConvertedTree, options: SaveOptions, meter: Meter, files: ModelFiles
+    around: Store, name: str, save_of: Callable[[Store, str, str], Save], meter: Meter, files: ModelFiles
 ) -> None:
     """Write the files of a model, then its weights and their index. In a bucket an error removes the files again."""
     inside = around.at(name)
     try:
         files.put(inside)
-        complete(_save(around, name, "", "safetensors", tree, options), meter=meter)
+        complete(save_of(around, name, ""), meter=meter)
     except BaseException:
         if on_disk(inside) is None:
             with clearing_up():
@@ -472,24 +634,47 @@ def _write_model(
         raise
 
 
+SaveType = TypeVar("SaveType", bound=Save)
+
+
 def _save(
-    around: Store, name: str, prefix: str, target: Any, converted: ConvertedTree, options: SaveOptions
-) -> Save:
+    work: _Work,
+    around: Store,
+    name: str,
+    prefix: str,
+    converted: ConvertedTree,
+    kind: type[SaveType] = Save,  # type: ignore[assignment]
+) -> SaveType:
     hosts, view = Hosts(), converted.view
     # Name the program that first wrote the checkpoint, before any conversion.
-    writer = re.sub(r".*converted from ", "", view.tree.written_by) or view.format
-    written_by = f"eformer {__version__}, converted from {writer}"
+    writer = re.sub(r".*(?:converted|merged) from ", "", view.tree.written_by) or view.format
+    verb = "merged" if view.tool == "merge" else "converted"
+    written_by = f"eformer {__version__}, {verb} from {writer}"
     metadata = view.tree.raw_metadata if converted.keeps_metadata else {}
     entry = new_entry(written_by, converted.structure, metadata, converted.raw_values, converted.origin)
     if converted.adapter_config:
         entry = with_config(entry, converted.adapter_config)
+    entry = _reproducible(entry, work, prefix)
     store, file = (around, name) if name.endswith(SUFFIX) else (around.at(name), "")
     turn = turns.take(around.path_to(name), hosts.name(0))
     sources, converted.sources = (
         converted.sources,
         [],
     )  # so that the save can drop each leaf when it is written
-    return Save(store, file, prefix, target, sources, entry, options, hosts, turn)
+    target: Any = work.target if work.target == "zarr" else "safetensors"
+    return kind(store, file, prefix, target, sources, entry, work.options, hosts, turn)
+
+
+def _reproducible(entry: TreeEntry, work: _Work, prefix: str) -> TreeEntry:
+    """Give the tree the same save id in every run and every process, and the time of SOURCE_DATE_EPOCH, if that is set:
+    then equal conversions have equal bytes.
+
+    In a bucket the id stays random: objects of two conversions at the same time must not have the same names.
+    """
+    if work.place.where is not None:
+        save_id = xxh3_128(f"{work.identity} {prefix}".encode())[: len(entry.save_id)]
+        entry = msgspec.structs.replace(entry, save_id=save_id)
+    return msgspec.structs.replace(entry, saved_at=recorded_now().isoformat(timespec="seconds"))
 
 
 # ------------------------------------------------------------------------------------------- destination
@@ -508,15 +693,15 @@ class _Destination:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         store = store_at(path)
-        self._where = where.absolute() if (where := on_disk(store)) else None
-        self._store = store if self._where is None else LocalStore(self._where)
+        self.where = where.absolute() if (where := on_disk(store)) else None
+        self._store = store if self.where is None else LocalStore(self.where)
         self._around, self.name = self._store.parent()
         if self.name in ("", ".."):
             raise ValueError(f"{os.fspath(path)!r} does not name a file or directory to create")
 
     def require_free(self, nbytes: int) -> None:
         """Raise if the destination exists, or if the disk has less space than `nbytes`."""
-        where = self._where
+        where = self.where
         is_taken = self._around.kind(self.name) is not None if where is None else not _is_free(where)
         if is_taken:
             raise FileExistsError(
@@ -536,9 +721,9 @@ class _Destination:
 
         With `in_files` the store is a directory of this machine, where any file can be written under that name.
         """
-        if self._where is not None:
-            make_directories(self._where.parent)
-            with appearing(self._where) as path:
+        if self.where is not None:
+            make_directories(self.where.parent)
+            with appearing(self.where) as path:
                 yield LocalStore(path.parent), path.name
         elif in_files:
             with tempfile.TemporaryDirectory(prefix="eformer-convert-") as folder:
@@ -551,6 +736,8 @@ class _Destination:
 class _HubDestination:
     """A model on the Hugging Face Hub. It is made in a temporary directory, and uploaded by one commit, which replaces
     the weights that the model had before."""
+
+    where: Path | None = None
 
     def __init__(self, url: str) -> None:
         self._repository = HubRepository.of(url)

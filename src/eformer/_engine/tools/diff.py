@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+
 from eformer._engine.formats.find import reading, reread_all
+from eformer._engine.processes.crew import AgainError, divided
+from eformer._engine.record.boxes import Box
 from eformer._engine.record.lazy_arrays import StoredLeaf
 from eformer._engine.record.manifest import UNREADABLE, LeafEntry, parse_structure
 from eformer._engine.record.pieces import pieces
@@ -24,11 +31,13 @@ from eformer._engine.tools.compare import (
 from eformer._engine.tools.view import View
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator, Sequence
+    from concurrent.futures import Executor
 
     from eformer._engine.formats.found import Found
     from eformer._engine.loading.read_plan import Want
+    from eformer._engine.processes.crew import Crew
+    from eformer._engine.record.division import Portion
     from eformer._engine.tasks.progress import Meter, Progress
     from eformer._engine.tools.compare import Array
 
@@ -134,6 +143,7 @@ def diff(
     *,
     prefix: str | None = None,
     progress: Progress = None,
+    executor: Executor | Crew | None = None,
 ) -> Diff:
     """Compare every leaf of the checkpoint `a` with that of `b`, and return all differences.
 
@@ -142,6 +152,8 @@ def diff(
     different bits. Leaves that became NaN or infinite come first. Several trees are matched by prefix; `prefix`
     compares one tree alone. If a checkpoint is replaced or removed meanwhile, the comparison starts again with the
     newer checkpoint. `progress` is True for a progress bar, or a function of the bytes compared and the total.
+    `executor` is a `concurrent.futures.Executor`, whose workers read both checkpoints by their paths and compare a part
+    of the bytes each.
 
     Example:
 
@@ -151,29 +163,109 @@ def diff(
         >>> print(found.changed[0])
         params.w: float32[8, 4]: largest difference 1, mean 1, in 100% of the elements
     """
-    return reread_all([a, b], lambda found: _compared(str(a), str(b), _pairs(found, prefix), progress))
+    paths = os.fspath(a), os.fspath(b)
+    return divided(
+        partial(_compare_part, *paths, prefix),
+        _joined,
+        _ComparedPart,
+        executor=executor,
+        progress=progress,
+        nbytes=partial(_nbytes_of, *paths, prefix),
+        doing="comparing",
+    ).as_diff()
 
 
-def _compared(a: str, b: str, pairs: Sequence[_Pair], progress: Progress) -> Diff:
-    found = _Differences()
+class _Compared(Struct):
+    """A leaf that both checkpoints have: its description on both sides, and how its elements differ; or the change that
+    the records tell."""
+
+    name: str
+    described: tuple[str, str] = ("", "")
+    values: Comparison | None = None
+    recorded: ChangedLeaf | None = None
+
+    def change(self) -> ChangedLeaf | None:
+        found = self.values
+        if found is None or (not found.differing and self.described[0] == self.described[1]):
+            return self.recorded
+        return ChangedLeaf(
+            self.name,
+            *self.described,
+            found.farthest,
+            found.mean,
+            found.share,
+            became_nan=found.became_nan,
+            became_inf=found.became_inf,
+        )
+
+
+class _ComparedPart(Struct):
+    """The result of a part: the leaves by their numbers. The first part has all that the records tell.
+
+    `digests` tells whether parts have read the same checkpoints.
+    """
+
+    a: str
+    b: str
+    digests: list[str] = []
+    added: dict[str, str] = {}
+    removed: dict[str, str] = {}
+    notes: list[str] = []
+    leaves: dict[int, _Compared] = {}
+
+    def as_diff(self) -> Diff:
+        changes = [self.leaves[at].change() for at in sorted(self.leaves)]
+        changed = sorted(filter(None, changes), key=lambda change: not change.became)
+        unchanged = len(changes) - len(changed)
+        return Diff(self.a, self.b, self.added, self.removed, tuple(changed), unchanged, tuple(self.notes))
+
+
+def _joined(parts: Sequence[_ComparedPart]) -> _ComparedPart:
+    """Join the parts of leaves. Raise AgainError if a checkpoint was replaced meanwhile."""
+    first, *others = parts
+    for part in others:
+        if part.digests != first.digests:
+            raise AgainError
+        for at, leaf in part.leaves.items():
+            there = first.leaves.setdefault(at, leaf)
+            if there is not leaf and there.values and leaf.values:
+                there.values.merge(leaf.values)
+    return first
+
+
+def _compare_part(a: str, b: str, prefix: str | None, part: Portion, progress: Progress) -> _ComparedPart:
+    return reread_all([a, b], lambda found: _compared(a, b, found, prefix, part, progress))
+
+
+def _nbytes_of(a: str, b: str, prefix: str | None) -> int:
+    def add_up(found: Sequence[Found]) -> int:
+        pairs = _pairs(found, prefix)
+        for pair in pairs:
+            pair.close()
+        return sum(pair.nbytes for pair in pairs)
+
+    return reread_all([a, b], add_up)
+
+
+def _compared(
+    a: str, b: str, both: Sequence[Found], prefix: str | None, part: Portion, progress: Progress
+) -> _ComparedPart:
+    pairs = _pairs(both, prefix)
+    found = _ComparedPart(a, b, [one.manifest.digest for one in both])
+    total, before, first = sum(pair.nbytes for pair in pairs), 0, 0
+    share = part.share(total)
     try:
-        with metered(progress, sum(pair.nbytes for pair in pairs), "comparing") as meter:
+        with metered(progress, len(share), "comparing") as meter:
             for pair in pairs:
-                pair.compare(found, meter)
+                if part.is_first:
+                    pair.add_recorded(found, first)
+                own = range(share.start - before, share.stop - before)
+                pair.compare(found, first, own, meter)
+                before, first = before + pair.nbytes, first + len(pair.of_a)
     finally:
         for pair in pairs:
             pair.close()
-    changed = tuple(sorted(found.changed, key=lambda change: not change.became))
-    return Diff(a, b, found.added, found.removed, changed, found.unchanged, tuple(found.notes))
-
-
-@dataclass(slots=True)
-class _Differences:
-    added: dict[str, str] = field(default_factory=dict)
-    removed: dict[str, str] = field(default_factory=dict)
-    changed: list[ChangedLeaf] = field(default_factory=list)
-    unchanged: int = 0
-    notes: list[str] = field(default_factory=list)
+    return found
 
 
 class _Side(View):
@@ -233,42 +325,29 @@ class _Pair:
     def nbytes(self) -> int:
         return sum(self.of_a[name].nbytes for name in self.arrays)
 
-    def compare(self, found: _Differences, meter: Meter) -> None:
+    def add_recorded(self, found: _ComparedPart, first: int) -> None:
+        """Add everything that the records tell. `first` is the number of the first leaf."""
         found.removed |= {self.label + n: describe(v) for n, v in self.of_a.items() if n not in self.of_b}
         found.added |= {self.label + n: describe(v) for n, v in self.of_b.items() if n not in self.of_a}
-        values = dict(self.compare_values(meter))
-        for name, before in self.of_a.items():
-            if name not in self.of_b:
-                continue
-            change = self.change(name, before, self.of_b[name], values.get(name))
-            if change:
-                found.changed.append(change)
-            else:
-                found.unchanged += 1
+        compared = set(self.arrays)
+        for at, (name, before) in enumerate(self.of_a.items(), first):
+            if name in self.of_b and name not in compared:
+                change = self.recorded_change(name, before, self.of_b[name])
+                found.leaves[at] = _Compared(self.label + name, recorded=change)
         if self.a and self.b:
             found.notes += [self.label + note for note in _notes(self.a, self.b)]
 
-    def change(self, name: str, before: Any, after: Any, values: Comparison | None) -> ChangedLeaf | None:
-        described = describe(before), describe(after)
-        if values is None:
-            return self.recorded_change(name, before, after, described)
-        if not values.differing and described[0] == described[1]:
-            return None
-        return ChangedLeaf(
-            self.label + name,
-            *described,
-            values.farthest,
-            values.mean,
-            values.share,
-            became_nan=values.became_nan,
-            became_inf=values.became_inf,
-        )
+    def compare(self, found: _ComparedPart, first: int, own: range, meter: Meter) -> None:
+        """Compare the elements of the boxes that begin in the bytes `own` of this pair."""
+        numbers = {name: number for number, name in enumerate(self.of_a, first)}
+        for name, values in self.compare_values(own, meter):
+            described = describe(self.of_a[name]), describe(self.of_b[name])
+            found.leaves[numbers[name]] = _Compared(self.label + name, described, values)
 
-    def recorded_change(
-        self, name: str, before: Any, after: Any, described: tuple[str, str]
-    ) -> ChangedLeaf | None:
+    def recorded_change(self, name: str, before: Any, after: Any) -> ChangedLeaf | None:
         if not recorded_difference(before, after):
             return None
+        described = describe(before), describe(after)
         if isinstance(before, Plain) != isinstance(after, Plain):
             before, of_before = self.with_value(self.a, name, before)
             after, of_after = self.with_value(self.b, name, after)
@@ -284,23 +363,43 @@ class _Pair:
         array = view.read_all([name])[name]
         return leaf if leaf.key else number(array), f"{describe(leaf)} = {array}"
 
-    def compare_values(self, meter: Meter) -> Iterator[tuple[str, Comparison]]:
+    def compare_values(self, own: range, meter: Meter) -> Iterator[tuple[str, Comparison]]:
         """Compare many small leaves read together, or one large leaf box by box."""
-        for names in _batches(self.arrays, self.of_a):
-            assert self.a
-            assert self.b
+        assert not self.arrays or (self.a and self.b)
+        starts = dict(zip(self.arrays, accumulate(self._sizes(), initial=0), strict=False))
+        for names in _batches(
+            [name for name in self.arrays if self._is_own(starts[name], name, own)], self.of_a
+        ):
             if len(names) > 1:
-                of_a, of_b = self.a.read_all(names), self.b.read_all(names)
+                of_a, of_b = self.a.read_all(names), self.b.read_all(names)  # type: ignore[union-attr]
                 yield from ((name, Comparison(with_norm=False).add(of_a[name], of_b[name])) for name in names)
+                meter.add(sum(self.of_a[name].nbytes for name in names))
             else:
-                yield names[0], self.compare_boxes(self.a, self.b, names[0])
-            meter.add(sum(self.of_a[name].nbytes for name in names))
+                yield names[0], self.compare_boxes(names[0], starts[names[0]], own, meter)
 
-    def compare_boxes(self, a: View, b: View, name: str) -> Comparison:
-        one, other = StoredLeaf(a, name, self.of_a[name]), StoredLeaf(b, name, self.of_b[name])
-        tally = Comparison(with_norm=False)
+    def _sizes(self) -> Iterator[int]:
+        return (self.of_a[name].nbytes for name in self.arrays)
+
+    def _is_own(self, start: int, name: str, own: range) -> bool:
+        """Tell whether a box of a leaf may begin in these bytes: small leaves have one box. A leaf without bytes at the
+        very end counts for the byte before it."""
+        nbytes = self.of_a[name].nbytes
+        if nbytes > _BOX_BYTES:
+            return start < own.stop and own.start < start + nbytes
+        return min(start, max(self.nbytes - 1, 0)) in own or (self.nbytes == 0 and own.start <= 0)
+
+    def compare_boxes(self, name: str, start: int, own: range, meter: Meter) -> Comparison:
+        assert self.a
+        assert self.b
+        one, other = StoredLeaf(self.a, name, self.of_a[name]), StoredLeaf(self.b, name, self.of_b[name])
+        tally, nbytes, done = Comparison(with_norm=False), self.of_a[name].nbytes, 0
+        elements = max(1, Box.whole(one.shape).size)
         for box in pieces(one.shape, max(one.dtype.itemsize, other.dtype.itemsize), _BOX_BYTES):
-            tally.add(one.read(box), other.read(box))
+            is_own = nbytes <= _BOX_BYTES or start + nbytes * done // elements in own
+            if is_own:
+                tally.add(one.read(box), other.read(box))
+                meter.add(nbytes * (done + box.size) // elements - nbytes * done // elements)
+            done += box.size
         return tally
 
 

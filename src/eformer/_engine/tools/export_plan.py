@@ -352,7 +352,7 @@ class _Plan:
                 parameters=sum(math.prod(source.shape) for source in sources),
                 nbytes=sum(source.itemsize * math.prod(source.shape) for source in sources),
                 dtype=self.dtype or "integers",
-                steps=card_lines(self.tree.view.tree.origin or {}, self.tree.view.as_parent, base),
+                steps=card_lines(self.tree.view.tree.origin or {}, self.tree.view.parents, base),
             )
         )
 
@@ -372,13 +372,12 @@ class _Plan:
         tree.structure, tree.raw_values = structure, {}
         # A model is published: metrics, positions in data and paths of this machine are not for everybody.
         tree.keeps_metadata = False
-        tree.origin = new_origin("export", self._parents())
+        tree.origin = new_origin("merge" if tree.view.tool == "merge" else "export", self._parents())
         tree.notes += self.notes
 
     def _parents(self) -> list[dict[str, Any]]:
-        """Describe the checkpoint that is exported, without a path that only this machine can read."""
-        parent = published_parent(self.tree.view.as_parent)
-        return [parent] if parent else []
+        """Describe the checkpoints that are exported, without paths that only this machine can read."""
+        return [parent for parent in map(published_parent, self.tree.view.parents) if parent]
 
 
 _HEAD_NAME = "lm_head.weight"

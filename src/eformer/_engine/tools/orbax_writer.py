@@ -6,7 +6,6 @@ named after its keys, texts are in `_strings.json`, and `array_metadatas` names 
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -22,6 +21,7 @@ from eformer._engine.record.indexes import ORBAX_CHECKPOINT, ORBAX_TREE
 from eformer._engine.record.zarray import ZARRAY
 from eformer._engine.stores.durable import replacing
 from eformer._engine.tools.sequential_writers import children_of, elements_in_order
+from eformer._engine.tools.source_date import recorded_now
 from eformer.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def write_tree(directory: Path, leaves: Sequence[OrbaxLeaf], staging: Staging, m
 
 def write_checkpoint_metadata(directory: Path, prefixes: Sequence[str]) -> None:
     """Write the files that make a directory a checkpoint: of one tree without a prefix, or an item for each prefix."""
-    now = time.time_ns()
+    now = int(recorded_now().timestamp() * 1e9)
     handlers: Any = _HANDLER if list(prefixes) == [""] else dict.fromkeys(prefixes, _HANDLER)
     described = {
         "item_handlers": handlers,

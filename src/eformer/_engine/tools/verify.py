@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from eformer._engine.formats.find import (
     ReplacedError,
     later_of_flax,
+    look_at,
     reread,
     signed_place,
     signer_of,
@@ -20,7 +22,9 @@ from eformer._engine.formats.run_steps import path_of_step, steps
 from eformer._engine.formats.steps import is_of_orbax, is_run, steps_in
 from eformer._engine.loading.fetch import check_pieces
 from eformer._engine.loading.read_plan import Want
+from eformer._engine.processes.crew import AgainError, divided
 from eformer._engine.record.digests import xxh3_128
+from eformer._engine.record.division import ALL, WHOLE, ByteLine, spans
 from eformer._engine.record.text import count, few, glance, size
 from eformer._engine.stores.cache import caching
 from eformer._engine.stores.keys import public_key
@@ -33,11 +37,13 @@ from eformer._engine.tasks.progress import metered
 from eformer.errors import Damage, EformerError, FormatError, NotFoundError, SignatureError
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+    from concurrent.futures import Executor
 
     from eformer._engine.formats.found import Found
     from eformer._engine.formats.run_steps import Step, StepChoice
+    from eformer._engine.processes.crew import Crew
+    from eformer._engine.record.division import ByteSpan, Portion
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.stores.base import Files
     from eformer._engine.stores.keys import Key, PublicKey
@@ -57,6 +63,7 @@ class Verification:
     signed_by       the id of the key whose signature was checked; differences from the signed bytes are in `damages`
     steps           for a run, the result for each step. The counts are then sums, and the damages have paths from the
                     run
+    digest          the digest of the manifest, if it has one
     ok              whether nothing is damaged and no file is left out
 
     Example:
@@ -77,6 +84,12 @@ class Verification:
     is_signed: bool = False
     signed_by: str | None = None
     steps: tuple[Verification, ...] = ()
+    digest: str = ""
+
+    @property
+    def facts(self) -> Verification:
+        """Return the same without the damage: equal for all parts of one check."""
+        return replace(self, damages=(), steps=tuple(step.facts for step in self.steps))
 
     @property
     def ok(self) -> bool:
@@ -122,6 +135,7 @@ def verify(
     step: StepChoice = None,
     signed_by: Key | None = None,
     progress: Progress = None,
+    executor: Executor | Crew | None = None,
 ) -> Verification:
     """Check every leaf of every tree at `path`, and the headers of the files, against their digests.
 
@@ -138,6 +152,9 @@ def verify(
     every file with the signature; files that were added or removed since count as damage. If the signature is missing
     or belongs to another key, raise SignatureError; in a run this counts as damage.
 
+    `executor` is a `concurrent.futures.Executor`, such as a process pool or the executor of a cluster. Its workers read
+    the checkpoint by its path; each checks a part of the bytes.
+
     Example:
 
         >>> found = verify("run/step-100")
@@ -148,21 +165,58 @@ def verify(
         >>> [each.path for each in verify("run").steps]
         ['run/step-100', 'run/step-200', 'run/step-300']
     """
-    path = path_of_step(path, step)
+    path = os.fspath(path_of_step(path, step))
+    if signed_by is not None:
+        public_key(signed_by)  # an error of the key comes before any work
+    return divided(
+        partial(_verify_part, path, signed_by, step is None),
+        _joined,
+        Verification,
+        executor=executor,
+        progress=progress,
+        nbytes=partial(_nbytes_at, path, may_be_run=step is None),
+        doing="verifying",
+    )
+
+
+def _verify_part(
+    path: str, signed_by: Key | None, may_be_run: bool, part: Portion, progress: Progress
+) -> Verification:
+    """Check a part of the bytes at `path`."""
     key = None if signed_by is None else public_key(signed_by)
     with caching(False):  # check the checkpoint itself, not copies of it
-        if step is None and is_run(store_at(path)):
-            return _verify_run(path, key, progress)
-        return _verify_one(path, key, progress)
+        if may_be_run and is_run(store_at(path)):
+            return _verify_run(path, key, progress, part)
+        return _verify_one(path, key, progress, part)
 
 
-def _verify_one(path: str | os.PathLike[str], key: PublicKey | None, progress: Progress) -> Verification:
+def _nbytes_at(path: str, *, may_be_run: bool) -> int:
+    if may_be_run and is_run(store_at(path)):
+        return sum(step.nbytes for step in steps(path))
+    return look_at(path, lambda found: sum(tree.nbytes for tree in found.trees.values()))
+
+
+def _joined(parts: Sequence[Verification]) -> Verification:
+    """Join the results of all parts. Raise AgainError if they have not read the same checkpoint."""
+    first = parts[0]
+    if any(one.facts != first.facts for one in parts):
+        raise AgainError
+    by_place = sorted((d for one in parts for d in one.damages), key=lambda d: (d.file, d.start, d.leaf))
+    inner = [_joined(each) for each in zip(*(one.steps for one in parts), strict=True)]
+    return replace(first, damages=tuple(dict.fromkeys(by_place)), steps=tuple(inner))
+
+
+def _verify_one(
+    path: str | os.PathLike[str], key: PublicKey | None, progress: Progress, part: Portion
+) -> Verification:
     if key is None:
-        return reread(path, lambda found: _verify_found(found, progress))
-    return _verify_signed(path, key, progress)
+        return reread(path, lambda found: _verify_found(found, progress, part))
+    return _verify_signed(path, key, progress, part)
 
 
-def _verify_run(path: str | os.PathLike[str], key: PublicKey | None, progress: Progress) -> Verification:
+def _verify_run(
+    path: str | os.PathLike[str], key: PublicKey | None, progress: Progress, part: Portion
+) -> Verification:
     """Check the steps of a run in turn. Skip steps that are removed meanwhile."""
     checked: list[Verification] = []
     while not checked:
@@ -171,11 +225,11 @@ def _verify_run(path: str | os.PathLike[str], key: PublicKey | None, progress: P
         checked = [
             one
             for step in there
-            if not ((one := _verify_step(step.path, key, progress)).damages and _is_gone(step))
+            if not ((one := _verify_step(step.path, key, progress, part)).damages and _is_gone(step))
         ]
     store = store_at(path)
     if later := later_of_flax(store):
-        checked.append(_verify_step(store.path_to(later), key, progress))
+        checked.append(_verify_step(store.path_to(later), key, progress, part))
     named = [(one.path.rpartition("/")[2], one) for one in checked]
     return Verification(
         path=store.url,
@@ -196,11 +250,11 @@ def _verify_run(path: str | os.PathLike[str], key: PublicKey | None, progress: P
     )
 
 
-def _verify_step(path: str, key: PublicKey | None, progress: Progress) -> Verification:
+def _verify_step(path: str, key: PublicKey | None, progress: Progress, part: Portion) -> Verification:
     """Check one of several checkpoints. A checkpoint that cannot be read counts as damaged."""
     try:
         _require_inside(path)
-        return _verify_one(path, key, progress)
+        return _verify_one(path, key, progress, part)
     except (EformerError, OSError) as error:
         state = "fails the check of its signature" if isinstance(error, SignatureError) else "cannot be read"
         return Verification(path, 0, 0, 0, False, (Damage("", "", 0, 0, f"{state}: {error}"),))
@@ -218,31 +272,38 @@ def _is_gone(step: Step) -> bool:
     return step.number not in {number for number, there in steps_in(store) if there == name}
 
 
-def _verify_signed(path: str | os.PathLike[str], key: PublicKey, progress: Progress) -> Verification:
+def _verify_signed(
+    path: str | os.PathLike[str], key: PublicKey, progress: Progress, part: Portion
+) -> Verification:
     store, name, scope = signed_place(*locate(path))
 
     def find_damages(signed: SignedStore) -> list[Damage]:
-        with metered(progress, signed.nbytes, "checking the signature") as meter:
-            return signed.find_altered(meter)
+        with metered(progress, len(part.share(signed.nbytes)), "checking the signature") as meter:
+            return signed.find_altered(meter, part)
 
     _, altered = look_at_signed(store, scope, key, find_damages)
     where = store.path_to(name) if name else store.url
     try:
-        found = reread(where, lambda found: _verify_found(found, progress))
+        found = reread(where, lambda found: _verify_found(found, progress, part))
     except (EformerError, OSError):
+        if not altered and part != WHOLE:  # the altered file may be in another part
+            _, altered = look_at_signed(store, scope, key, lambda signed: signed.find_altered())
         if not altered:
             raise
         found = Verification(where, 0, 0, 0, False, ())  # the altered bytes explain the failure
     return replace(found, damages=(*altered, *found.damages), signed_by=key.id)
 
 
-def _verify_found(found: Found, progress: Progress) -> Verification:
+def _verify_found(found: Found, progress: Progress, part: Portion) -> Verification:
     trees, damages = _readable_trees(found)
-    with metered(progress, sum(tree.nbytes for tree in trees), "verifying") as meter:
-        damages += [damage for tree in trees for damage in _damages(found, tree, meter)]
-    if found.foreign.find_damages:
-        damages += found.foreign.find_damages()
-    damages += found.check_beside()
+    total = sum(tree.nbytes for tree in trees)
+    with metered(progress, len(part.share(total)), "verifying") as meter:
+        for tree, span in zip(trees, _spans(trees, part), strict=True):
+            damages += _damages(found, tree, span, meter)
+    if part.is_first:
+        if found.foreign.find_damages:
+            damages += found.foreign.find_damages()
+        damages += found.check_beside()
     if damages and was_replaced(found):
         raise ReplacedError
     return Verification(
@@ -255,7 +316,22 @@ def _verify_found(found: Found, progress: Progress) -> Verification:
         has_checksums=found.foreign.find_damages is not None,
         left_out=found.left_out(),
         is_signed=signer_of(found) is not None,
+        digest=found.manifest.digest,
     )
+
+
+def _spans(trees: Sequence[TreeEntry], part: Portion) -> list[ByteSpan]:
+    if part == WHOLE:
+        return [ALL] * len(trees)
+    return spans([ByteLine(extents_of(tree)) for tree in trees], part)
+
+
+def extents_of(tree: TreeEntry) -> Iterator[tuple[int, int, int]]:
+    """Yield the file, the place in it and the length of every extent."""
+    starts = [file.header_nbytes for file in tree.files]
+    for entry in tree.leaves.values():
+        for extent in entry.extents:
+            yield extent.file, starts[extent.file] + extent.offset, extent.nbytes
 
 
 def _readable_trees(found: Found) -> tuple[list[TreeEntry], list[Damage]]:
@@ -276,42 +352,70 @@ def _readable_trees(found: Found) -> tuple[list[TreeEntry], list[Damage]]:
     return trees, damages
 
 
-def _damages(found: Found, tree: TreeEntry, meter: Meter) -> list[Damage]:
+def _damages(found: Found, tree: TreeEntry, span: ByteSpan, meter: Meter) -> list[Damage]:
+    """Find the damage in a tree: of files whose headers are in `span`, and of pieces that begin there."""
     try:
         files = found.files(tree)
     except (FileNotFoundError, FormatError) as error:
         return [Damage("", tree.root, 0, 0, f"cannot be read: {error}")]
     try:
         store = found.store
-        damages, lost = _damages_of_files(tree, files, store.read_threads)
+        damages, lost = _damages_of_files(tree, span, files, store.read_threads)
         wants = []
-        for name, entry in tree.leaves.items():
-            if extents := [extent for extent in entry.extents if extent.file in lost]:
-                for extent in extents:
-                    start = tree.files[extent.file].header_nbytes + extent.offset
-                    damages.append(_lost(name, tree, extent.file, start, extent.nbytes, lost[extent.file]))
-            else:
-                wants.append(Want(name, entry, entry.dtype))
-        check_pieces(wants, tree, files, store.read_threads, damages.append, meter, store.read_bytes)
+        for want in wants_in(tree, span):
+            gone = [
+                (extent, tree.files[extent.file].header_nbytes + extent.offset)
+                for extent in want.entry.extents
+                if extent.file in lost
+            ]
+            damages += [
+                _lost(want.name, tree, extent.file, start, extent.nbytes, lost[extent.file])
+                for extent, start in gone
+                if (extent.file, start) in span
+            ]
+            if not gone:
+                wants.append(want)
+        threads, room = store.read_threads, store.read_bytes
+        check_pieces(wants, tree, files, threads, damages.append, meter, room, span)
     finally:
         files.close()
     return damages
 
 
-def _damages_of_files(tree: TreeEntry, files: Files, threads: int) -> tuple[list[Damage], dict[int, str]]:
-    """Check the headers and lengths of files, several in parallel. Return the damage, and why files cannot be read."""
+def wants_in(tree: TreeEntry, span: ByteSpan) -> list[Want]:
+    """Return the leaves that have bytes in a span."""
+    if span is ALL:
+        return [Want(name, entry, entry.dtype) for name, entry in tree.leaves.items()]
+    starts = [file.header_nbytes for file in tree.files]
+    return [
+        Want(name, entry, entry.dtype)
+        for name, entry in tree.leaves.items()
+        if any(span.touches(e.file, starts[e.file] + e.offset, e.nbytes) for e in entry.extents)
+    ]
+
+
+def _damages_of_files(
+    tree: TreeEntry, span: ByteSpan, files: Files, threads: int
+) -> tuple[list[Damage], dict[int, str]]:
+    """Check the headers and lengths of the files in a span, several in parallel. Return the damage of files that begin
+    in it, and why files cannot be read."""
     damages: list[list[Damage]] = [[] for _ in tree.files]
     lost: dict[int, str] = {}
 
     def look(number: int) -> None:
         try:
-            damages[number] = list(_file_damages(tree, number, files))
+            if (number, 0) in span:
+                damages[number] = list(_file_damages(tree, number, files))
+            else:
+                files.nbytes(number)
         except (OSError, FormatError) as error:
             lost[number] = str(error)
-            if (header_nbytes := tree.files[number].header_nbytes) == tree.files[number].nbytes:
+            header_nbytes = tree.files[number].header_nbytes
+            if header_nbytes == tree.files[number].nbytes and (number, 0) in span:
                 damages[number] = [_lost("", tree, number, 0, header_nbytes, str(error))]
 
-    run_all([partial(look, number) for number in range(len(tree.files))], threads)
+    first, last = span.files
+    run_all([partial(look, number) for number in range(first, min(last + 1, len(tree.files)))], threads)
     return [damage for some in damages for damage in some], lost
 
 

@@ -1,0 +1,183 @@
+"""Carry out a conversion by several processes, or by independent jobs of a part each.
+
+Tests: tests/engine/tools/test_parts.py, tests/multihost/test_conversions.py.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from eformer._engine.processes.crew import announced
+from eformer._engine.record.text import few
+from eformer._engine.saving.in_parts import Division, SaveOfParts, planned, take_receipts, write_part
+from eformer._engine.saving.staging import Staging
+from eformer._engine.stores.parts import Parts, PartsPlan
+from eformer._engine.tasks import interrupts
+from eformer._engine.tasks.progress import metered
+from eformer.errors import ProcessError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from eformer._engine.processes.crew import Crew
+    from eformer._engine.record.division import Portion
+    from eformer._engine.record.planned import Source
+    from eformer._engine.saving.in_parts import OwnPart, PlannedTree
+    from eformer._engine.tasks.progress import Progress
+
+VISIBLE_WITHIN = 10.0  # seconds that a file may take to appear on other machines of a network file system
+
+
+@dataclass(slots=True)
+class DividedWork:
+    """A conversion to a new checkpoint at `where`, that parts write to.
+
+    identity       the same text for the same conversion: parts of two conversions are never mixed
+    saves          one for each tree, which every part plans alike
+    budget         the bytes of elements that may be in memory
+    require_free   raises if the destination is taken, or the disk too small for so many bytes
+    small_leaves   reads small leaves together: given the number of a tree and its sources, returns ready ones by name
+    commit         makes the destination with these saves
+    """
+
+    where: Path
+    identity: str
+    saves: Sequence[SaveOfParts]
+    budget: int
+    require_free: Callable[[int], None]
+    small_leaves: Callable[[int, Sequence[Source]], Mapping[str, Source]]
+    commit: Callable[[], None]
+    trees: list[PlannedTree] = field(default_factory=list)
+
+    @property
+    def parts(self) -> Parts:
+        return Parts(self.where)
+
+    def plan(self, count: int) -> PartsPlan:
+        return PartsPlan(self.identity, count, len(self.saves))
+
+    def lay_out(self) -> None:
+        self.trees = [planned(save) for save in self.saves]
+        for number, (save, tree) in enumerate(zip(self.saves, self.trees, strict=True)):
+            save.parts, save.number, save.tree = self.parts, number, tree
+            save.small_leaves = self.small_leaves
+
+    def end_turns(self) -> None:
+        """Let later saves of this process to the same path begin."""
+        for save in self.saves:
+            save.turn.end()
+
+
+def convert_part(work: DividedWork, part: Portion, progress: Progress) -> None:
+    """Write one part of a conversion, as one of several independent jobs. Nothing is visible at the destination."""
+    try:
+        work.require_free(0)
+        work.lay_out()
+        own = Division(work.trees).own(part)
+        work.require_free(own.nbytes)
+        work.parts.begin(work.plan(part.count))
+        _write_own(work, part, own, progress)
+    finally:
+        work.end_turns()
+
+
+def commit_parts(work: DividedWork) -> None:
+    """Make the destination from all parts."""
+    try:
+        work.require_free(0)
+        plan = work.parts.plan()
+        if plan is None:
+            raise FileNotFoundError(
+                f"{work.where} has no parts that could be committed; write them first, with part=I/N for each I"
+            )
+        work.parts.require(work.plan(plan.parts), plan)
+        work.lay_out()
+        _commit(work, plan.parts)
+    finally:
+        work.end_turns()
+
+
+def convert_together(work: DividedWork, crew: Crew, progress: Progress) -> None:
+    """Write a part in each process of a crew; the first process commits."""
+    hosts = crew.hosts(f"converts to {work.where}")
+    try:
+        with announced(hosts), crew.watched(hosts, progress, "converting") as report:
+            work.lay_out()
+            hosts.meet(work.identity.encode(), partial(_begin, work, crew))
+            _wait_until(lambda: work.parts.plan() == work.plan(crew.count), _not_shared(work))
+            own = Division(work.trees).own(crew.part)
+            _write_own(work, crew.part, own, report)
+            hosts.meet(b"", lambda _: _commit(work, crew.count))
+        hosts.end()
+    finally:
+        work.end_turns()
+
+
+def alone_for_all(carry_out: Callable[[Progress], None], crew: Crew, progress: Progress, doing: str) -> None:
+    """Let the first process do what cannot be divided, while all others wait."""
+    hosts = crew.hosts(doing)
+    with announced(hosts), crew.watched(hosts, progress, "converting") as report:
+
+        def answer(_: Sequence[bytes]) -> bytes:
+            carry_out(report)
+            return b""
+
+        hosts.meet(b"", answer)
+    hosts.end()
+
+
+def _begin(work: DividedWork, crew: Crew, messages: Sequence[bytes]) -> bytes:
+    if others := [number for number, text in enumerate(messages) if text != messages[0]]:
+        raise ProcessError(
+            f"the processes convert different things: process {few(list(map(str, others)))} sees another source or has "
+            "other arguments than process 0. All need the same files and the same command"
+        )
+    work.require_free(sum(file.nbytes for tree in work.trees for file in tree.files))
+    work.parts.begin_again(work.plan(crew.count))
+    return b""
+
+
+def _not_shared(work: DividedWork) -> str:
+    return (
+        f"{work.parts.path}, which process 0 has made, is not visible here. All processes must write to one file "
+        "system that they share"
+    )
+
+
+def _wait_until(is_there: Callable[[], Any], problem: str) -> None:
+    deadline = time.monotonic() + VISIBLE_WITHIN
+    while not is_there():
+        if time.monotonic() > deadline:
+            raise ProcessError(problem)
+        time.sleep(0.05)
+        interrupts.check()
+
+
+def _write_own(work: DividedWork, part: Portion, own: OwnPart, progress: Progress) -> None:
+    parts = work.parts
+    with parts.locked(), parts.writing(part.number), metered(progress, own.nbytes, "converting") as meter:
+        write_part(parts, work.trees, part, own, Staging(work.budget), meter, work.small_leaves)
+
+
+def _commit(work: DividedWork, count: int) -> bytes:
+    """Commit all parts, which nobody writes to meanwhile."""
+    parts = work.parts
+    with parts.locked(alone=True):
+        receipts = [parts.receipt(number) for number in range(count)]
+        if missing := [number for number, data in enumerate(receipts) if data is None]:
+            raise FileNotFoundError(
+                f"{len(missing)} of {count} parts of {work.where} are missing: {few(list(map(str, missing)))}; write "
+                "them, then commit again"
+            )
+        lacking = take_receipts(work.trees, [data for data in receipts if data is not None])
+        if lacking:
+            raise ProcessError(
+                f"{parts.path}: the receipts lack digests of {few(lacking)}; remove the directory and convert again"
+            )
+        work.commit()
+        parts.remove()
+    return b""
