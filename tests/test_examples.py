@@ -181,4 +181,4 @@ def test_every_block_is_of_a_known_kind():
 
 def test_few_blocks_are_not_run_and_say_why():
     left_out = [block for page in pages() for block in blocks(page) if block.not_run]
-    assert len(left_out) == 21, [f"{block.page}, line {block.line}: {block.not_run}" for block in left_out]
+    assert len(left_out) == 22, [f"{block.page}, line {block.line}: {block.not_run}" for block in left_out]

@@ -7,6 +7,7 @@ import pydoc
 import re
 import subprocess
 import sys
+import textwrap
 from rlcompleter import Completer
 
 import pytest
@@ -73,6 +74,9 @@ CHECKPOINT = {
     "load": "(path, *, step=None, like=None, into=None, partial=False, root=None, rename=None, back=False, config=None, resize=None, plain=False, return_report=False, "
     "prefix=None, keys=None, mesh=None, rules=None, shardings=None, dtype=None, callback=None, verify=None, mmap=False, "
     "progress=None, options=LoadOptions(), signed_by=None, dequant=None, duplicates=None)",
+    "merge": "(sources, destination, *, weights='mean', ema=None, last=None, lora=None, lora_config=None, rename=None, prefix=None, "
+    "root=None, keys=None, to=None, like=None, dtype=None, max_shard_bytes=None, memory=None, dry_run=False, allow_missing=False, "
+    "progress=None, dequant=None)",
     "open": "(path, *, step=None, prefix=None, cache=None, signed_by=None, dequant=None, rename=None, back=False, config=None)",
     "placement": "(path, *, mesh=None, rules=None, shardings=None, prefix=None, dtype=None)",
     "prune": "(directory, *, keep, pattern=None, foreign=False, check=False, dry_run=False)",
@@ -258,6 +262,13 @@ def test_tab_completes_the_public_names_and_no_others(module):
     found = {match.removeprefix("module.").rstrip("()") for match in completer.matches}
     assert found == {name for name in module.__all__ if not name.startswith("_")}
     assert sorted(dir(module)) == sorted(module.__all__)
+
+
+@pytest.mark.parametrize("name", ["load", "save", "convert", "export", "open"])
+def test_the_help_of_a_call_fits_on_two_screens(name):
+    lines = pydoc.plain(pydoc.render_doc(getattr(eformer.checkpoint, name))).splitlines()
+    shown = [part for line in lines for part in textwrap.wrap(line, 110) or [""]]
+    assert len(shown) <= 100
 
 
 def test_help_begins_with_the_public_names_and_lists_them_with_their_docstrings():

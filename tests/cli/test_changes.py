@@ -542,3 +542,32 @@ def test_a_terminal_that_hangs_up_leaves_nothing_unless_nohup_was_said(tmp_path,
     there = sorted(os.listdir(tmp_path))
     assert there == (["old"] if process.returncode else ["new", "old"])  # it may have been too late
     assert process.returncode == 0 or not kept
+
+
+# ---------------------------------------------------------------------------------------------- merge
+
+
+def test_merge_prints_the_rule_and_the_leaves_of_the_last_source(tmp_path):
+    for step in (1, 2, 3):
+        checkpoint.save(
+            {"w": np.full(2, float(step)), "n": np.array(step)}, tmp_path / "run" / f"step-{step}"
+        )
+    done = run("merge", tmp_path / "run", tmp_path / "m", "--last", 2, "--weights", "1,3", "--to", "zarr")
+    assert "! from the last source alone: n" in done.stdout
+    assert checkpoint.load(tmp_path / "m")["w"].tolist() == [2.75, 2.75]
+    shown = run("inspect", tmp_path / "m").stdout
+    assert "weight 3" in shown
+
+
+def test_merge_prints_json_and_refuses_a_single_path(tmp_path):
+    for name in "ab":
+        checkpoint.save({"w": np.ones(2)}, tmp_path / name)
+    words = [tmp_path / "a", tmp_path / "b", tmp_path / "m.safetensors", "--dry-run", "--json"]
+    facts = json.loads(run("merge", *words).stdout)
+    assert (facts["dry_run"], facts["leaves"][""][0]["how"]) == (True, "mean of 2")
+    assert "expected: eformer merge SOURCE... DESTINATION" in run("merge", tmp_path / "a", code=2).stderr
+    problem = run("merge", tmp_path / "a", tmp_path / "m", "--to", "zarr", code=1).stderr
+    assert (
+        "a merge has several sources, found 1; pass more, --last N for the steps of a run, or --lora"
+        in problem
+    )

@@ -7,7 +7,8 @@ import pytest
 import torch
 import transformers
 
-from eformer.checkpoint import convert, inspect, load, save, verify
+from eformer import checkpoint
+from eformer.checkpoint import convert, inspect, load, merge, save, verify
 
 RANK, ALPHA, LAYERS, WIDTH = 4, 12, 3, 16
 TOKENS = torch.arange(10)[None]
@@ -165,3 +166,47 @@ def test_an_adapter_of_peft_comes_back_from_another_format(tmp_path, saved_by_pe
     convert(tmp_path / "ours", tmp_path / "again", to="peft")
     model = peft.PeftModel.from_pretrained(llama(), tmp_path / "again").eval()
     np.testing.assert_array_equal(adapted_logits(model), adapted_logits(saved_by_peft))
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"use_rslora": True, "rank_pattern": {"v_proj": 2}}, {"alpha_pattern": {"q_proj": 5}}]
+)
+def test_a_merged_lora_is_that_of_peft(tmp_path, settings):
+    model = llama()
+    model.save_pretrained(tmp_path / "base")
+    modules = ["q_proj", "v_proj", "down_proj", "embed_tokens"]
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=modules, **settings)
+    )
+    randomize(adapted)
+    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    merge(tmp_path / "base", tmp_path / "merged", lora=tmp_path / "adapter", to="hf", like=tmp_path / "base")
+    ours = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged")
+    theirs = adapted.merge_and_unload()
+    for (name, one), other in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, msg=name)
+    torch.testing.assert_close(ours(TOKENS).logits, theirs(TOKENS).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_merged_lora_of_conv1d_is_that_of_peft(tmp_path):
+    model = gpt2()
+    model.save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(
+        r=RANK, lora_alpha=ALPHA, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True
+    )
+    adapted = peft.get_peft_model(model, config)
+    randomize(adapted)
+    adapted.save_pretrained(tmp_path / "adapter")
+    merge(tmp_path / "base", tmp_path / "merged", lora=tmp_path / "adapter", to="safetensors")
+    theirs = adapted.merge_and_unload().state_dict()
+    with checkpoint.open(tmp_path / "merged") as view:
+        for name in view:
+            found = torch.tensor(view[name][...])
+            torch.testing.assert_close(found, theirs[name], rtol=1e-6, atol=1e-6, msg=name)
+
+
+def randomize(adapted):
+    torch.manual_seed(1)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(0, 0.1)

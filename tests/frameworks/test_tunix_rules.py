@@ -53,3 +53,11 @@ def test_a_check_of_names_and_shapes_agrees(name):
     model = nnx.eval_shape(lambda: model_for(config_of(name)))
     found = checkpoint.rules("tunix").check(MODELS / name, nnx.state(model, nnx.Param))
     assert found.ok, str(found)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_an_abstract_model_is_filled_in_place_and_exported(tmp_path, name):
+    model = nnx.eval_shape(lambda: model_for(config_of(name)))
+    model = checkpoint.load(MODELS / name, into=model, rename="tunix", dtype="like")
+    checkpoint.export(model, tmp_path / "back", like=MODELS / name, rename="tunix")
+    assert checkpoint.diff(MODELS / name, tmp_path / "back").same

@@ -75,6 +75,7 @@ DEEPSEEK = {
     "n_shared_experts": 1,
     **EXPERTS,
 }
+COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
 LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
@@ -102,6 +103,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": (
         "DeepseekV2ForCausalLM",
         DECODER | DEEPSEEK | {"q_lora_rank": None, "topk_method": "greedy", "head_dim": 4},
+    ),
+    "deepseek_v4": (
+        "DeepseekV4ForCausalLM",
+        {key: value for key, value in DECODER.items() if key not in ("head_dim", "intermediate_size")}
+        | {
+            "num_hidden_layers": 7,
+            "layer_types": ["sliding_attention"] * 2 + [*COMPRESSED] * 2 + [COMPRESSED[0]],
+            "compress_rates": dict(zip(COMPRESSED, (3, 5), strict=True)),
+            "num_key_value_heads": 1,
+            "head_dim": 12,
+            "q_lora_rank": 9,
+            "o_lora_rank": 5,
+            "o_groups": 2,
+            "index_n_heads": 3,
+            "index_head_dim": 10,
+            "hc_mult": 3,
+            "n_routed_experts": 3,
+            "n_shared_experts": 1,
+            **EXPERTS,
+        },
     ),
     "gpt_oss": (
         "GptOssForCausalLM",
@@ -365,7 +386,16 @@ def _fused_experts(leaves: dict[str, Any]) -> dict[str, Any]:
     return leaves
 
 
-HUB = {"gemma3": _tower_of_the_hub, "qwen3_5_moe": _fused_experts}
+def _names_of_deepseek_v4(leaves: dict[str, Any]) -> dict[str, Any]:
+    """Name the leaves as the files of DeepSeek V4 do; transformers 5.22.2 reads these names, and writes others."""
+    old = ("model.", "embed_tokens.", "hc_head.hc_", ".attn.norm.")
+    new = ("", "embed.", "hc_head_", ".attn.kv_norm.")
+    for before, after in zip(old, new, strict=True):
+        leaves = {name.replace(before, after): leaf for name, leaf in leaves.items()}
+    return leaves
+
+
+HUB = {"deepseek_v4": _names_of_deepseek_v4, "gemma3": _tower_of_the_hub, "qwen3_5_moe": _fused_experts}
 
 
 if __name__ == "__main__":

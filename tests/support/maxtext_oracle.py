@@ -27,6 +27,7 @@ MODELS = {
     "mixtral": ("mixtral-8x7b", 1),
     "deepseek_v3": ("deepseek3-671b", 1),
     "deepseek_v2": ("deepseek2-16b", 1),
+    "deepseek_v4": ("deepseek4-284b", 2),
     "gpt_oss": ("gpt-oss-20b", 2),
     "olmo3": ("olmo3-7b", 4),
     "gemma2": ("gemma2-2b", 1),
@@ -37,6 +38,7 @@ MODELS = {
     "qwen3_5_moe": ("qwen3.5-35b-a3b", 4),
 }
 
+_NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _UTILS = "checkpoint_conversion/utils"
 
 
@@ -67,7 +69,7 @@ def converted(
     mapping, tensors = _module("param_mapping"), _module("tensor_handling")
     text = config.get("text_config", config)
     settings = types.SimpleNamespace(
-        num_experts=text.get("num_local_experts") or text.get("num_experts") or 1,
+        num_experts=next(filter(None, map(text.get, _NUMBERS_OF_EXPERTS)), 1),
         inhomogeneous_layer_cycle_interval=period,
         head_dim=text.get("head_dim"),
         use_multimodal="vision_config" in config,
@@ -88,10 +90,16 @@ def converted(
         warnings.simplefilter("ignore")  # of vocabularies that are padded
         for key, source in keys.items():
             names = [each.replace("-", ".") for each in (key if isinstance(key, tuple) else (key,))]
-            if not all(each in leaves for each in _flat(source)):
+            if source is not None and not all(each in leaves for each in _flat(source)):
                 continue  # biases, heads that are tied, and parts that only other models of the mapping have
+            if source is None:  # a constant
+                found[names[0]] = hooks[key](None, shapes[names[0]])
+                continue
             shape = shapes[names[0]] if len(names) == 1 else tuple(shapes[each] for each in names)
-            load = tensors.get_hf_loading_function(source, read, hooks.get(key), shape, settings, key)
+            # MaxText 0.2.5 fails with the experts of a layer outside of the scan: it takes them for a stack of layers.
+            is_apart = scan and model.startswith("deepseek4") and "decoder-layers_" in key
+            here = types.SimpleNamespace(**vars(settings) | {"scan_layers": scan and not is_apart})
+            load = tensors.get_hf_loading_function(source, read, hooks.get(key), shape, here, key)
             array = np.asarray(load())
             for index, each in enumerate(names):
                 found[each] = array if len(names) == 1 else array[..., index]

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import safetensors.numpy
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from eformer import checkpoint
@@ -19,7 +21,7 @@ from support.pages import ROOT
 from support.slurm import add_commands
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 SAMPLES = ROOT / "tests" / "compat"
 LLAMA_RULES = r"""
@@ -54,7 +56,7 @@ HOLDS: dict[str, Callable[[dict[str, Any]], bool]] = {
         after["run"].step == round(float(after["model"].layers[0].bias[0])) == 80
     ),
     "docs/guides/from-flax.md": lambda after: after["state"]["step"] == after["state"]["w"][0, 0] == 80,
-    "docs/guides/from-hugging-face.md": lambda after: same_as_llama(after),
+    "docs/guides/hugging-face-and-back.md": lambda after: all_went_back(after),
     "docs/guides/from-orbax.md": lambda after: after["state"]["step"] == after["state"]["w"][0, 0] == 80,
     "docs/guides/to-hugging-face.md": lambda after: same_as_qwen(),
     "docs/guides/from-safetensors.md": lambda after: after["params"]["layer.bias"][0] == 80,
@@ -90,31 +92,21 @@ def llama(path: str) -> dict[str, Any]:
     return {"layers": {"up": jnp.zeros((3, 4, 2))}, "embed": jnp.zeros((8, 2))}
 
 
-def named_as_llama(path: str) -> None:
-    """Write a model with the names and the layout of LlamaForCausalLM."""
-    shapes = {"self_attn.q_proj": (16, 16), "self_attn.k_proj": (8, 16), "self_attn.v_proj": (8, 16)}
-    shapes |= {"self_attn.o_proj": (16, 16), "mlp.gate_proj": (32, 16), "mlp.up_proj": (32, 16)}
-    shapes |= {"mlp.down_proj": (16, 32), "input_layernorm": (16,), "post_attention_layernorm": (16,)}
-    names = {f"model.layers.{i}.{name}": shape for i in range(3) for name, shape in shapes.items()}
-    names |= {"model.embed_tokens": (32, 16), "model.norm": (16,), "lm_head": (32, 16)}
-    draw = np.random.default_rng(0).standard_normal
-    weights = {f"{name}.weight": draw(shape).astype(np.float32) for name, shape in names.items()}
+def quantized(path: str) -> None:
+    """Write a weight in FP8 with the scale of its block."""
+    leaves = {
+        "up.weight": np.ones((2, 4), ml_dtypes.float8_e4m3fn),
+        "up.weight_scale_inv": np.full((1, 1), 0.5, np.float32),
+    }
     Path(path).mkdir(parents=True)
-    safetensors.numpy.save_file(weights, Path(path, "model.safetensors"))
-    for name in ("config.json", "generation_config.json"):
-        Path(path, name).write_text("{}")
-
-
-def same_as_llama(after: dict[str, Any]) -> bool:
-    """Tell whether both ways back lead to the leaves of the model, bit for bit."""
-    both = [checkpoint.diff("models/llama", path) for path in ("again", "for-hf")]
-    on_devices = after["params"]["layers"]["self_attn"]["q_proj"].sharding.spec
-    return all(one.same for one in both) and on_devices == P(None, None, "model")
+    safetensors.numpy.save_file(leaves, Path(path, "model.safetensors"))
+    method = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    Path(path, "config.json").write_text(json.dumps({"quantization_config": method}))
 
 
 def same_as_qwen() -> bool:
     """Tell whether every way back leads to the leaves of the model, bit for bit."""
-    paths = ("for-hf", "tuned-params", "plain")
+    paths = ("for-hf", "plain")
     same = all(checkpoint.diff("models/qwen3", path).same for path in paths)
     return same and Path("for-hf", "tokenizer_config.json").exists() and Path("tuned", "config.json").exists()
 
@@ -160,12 +152,65 @@ def _loops() -> dict[str, Any]:
 
 @stage("docs/guides/from-hugging-face.md")
 def _hugging_face() -> dict[str, Any]:
-    named_as_llama("models/llama")  # in the home directory, which is this one
+    quantized("models/fp8")  # in the home directory, which is this one
     return {}
 
 
-def _tiny_model(name: str) -> None:
-    shutil.copytree(ROOT / "tests" / "rules" / "models" / name, f"hf/{name}")
+@stage("docs/guides/hugging-face-and-back.md")
+def _hugging_face_and_back() -> dict[str, Any]:
+    _tiny_model("qwen3", "models/qwen3")
+    shapes = checkpoint.rules("tunix").check("models/qwen3").leaves
+    return {
+        "train_step": lambda params: params,
+        "make_model": lambda: module_of(shapes),
+        "init_params": own_params,
+        "train_adapters": lambda adapters, params: jax.tree.map(lambda leaf: leaf + 0.5, adapters),
+    }
+
+
+def own_params() -> dict[str, Any]:
+    """Return the parameters of a model of Qwen3 that somebody has written."""
+    shapes = {"norm_q": (6,), "norm_k": (6,), "q": (8, 4, 6), "k": (8, 2, 6), "v": (8, 2, 6), "o": (4, 6, 8)}
+    shapes |= {"gate": (8, 13), "up": (8, 13), "down": (13, 8), "norm_1": (8,), "norm_2": (8,)}
+    whole = {"embed": (37, 8), "norm": (8,), "head": (8, 37)}
+    layers = {name: jnp.zeros((3, *shape), jnp.bfloat16) for name, shape in shapes.items()}
+    return {"layers": layers, **{name: jnp.zeros(shape, jnp.bfloat16) for name, shape in whole.items()}}
+
+
+def module_of(shapes: Mapping[str, tuple[int, ...]]) -> nnx.Module:
+    """Return a module of NNX whose parameters have these names and shapes."""
+    top = nnx.Module()
+    for name, shape in shapes.items():
+        *outer, last = name.split(".")
+        module: Any = top
+        for part, after in zip(outer, [*outer[1:], last], strict=True):
+            module = _inside(module, part, is_list=after.isdigit())
+        setattr(module, last, nnx.Param(jnp.zeros(shape, jnp.float32)))
+    return top
+
+
+def _inside(module: Any, part: str, *, is_list: bool) -> Any:
+    """Return a part of a module, which is made if it is missing."""
+    if part.isdigit():
+        module.extend(nnx.Module() for _ in range(len(module), int(part) + 1))
+        return module[int(part)]
+    if not hasattr(module, part):
+        setattr(module, part, nnx.List([]) if is_list else nnx.Module())
+    return getattr(module, part)
+
+
+def all_went_back(after: dict[str, Any]) -> bool:
+    """Tell whether every way back leads to the leaves of the model, bit for bit, and adapters have changed two."""
+    same = all(checkpoint.diff("models/qwen3", f"from-{way}").same for way in ("maxtext", "tunix", "mine"))
+    changed = {leaf.name.split(".")[-2] for leaf in checkpoint.diff("models/qwen3", "merged").changed}
+    shared = jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), after["again"], after["adapters"]))
+    return (
+        same and changed == {"q_proj", "v_proj"} and shared and Path("for-peft/adapter_config.json").exists()
+    )
+
+
+def _tiny_model(name: str, path: str = "") -> None:
+    shutil.copytree(ROOT / "tests" / "rules" / "models" / name, path or f"hf/{name}")
 
 
 @stage("docs/guides/rule-book.md")
@@ -211,9 +256,12 @@ def _partial_loads() -> dict[str, Any]:
 
 @stage("docs/guides/to-hugging-face.md")
 def _to_hugging_face() -> dict[str, Any]:
-    shutil.copytree(ROOT / "tests" / "rules" / "models" / "qwen3", "models/qwen3")
+    _tiny_model("qwen3", "models/qwen3")
     Path("models/qwen3/tokenizer_config.json").write_text("{}")
-    return {"train_step": lambda params: params}
+    params, report = checkpoint.load("models/qwen3", rename="maxtext", return_report=True)
+    with checkpoint.Run("run", every=100, origin=report.origin) as run:
+        run.after(100, {"params": params})
+    return {}
 
 
 @stage("docs/guides/peft.md")
@@ -222,6 +270,25 @@ def _peft() -> dict[str, Any]:
     checkpoint.save({"model": {"layers": [{"q_proj": lora}]}}, "lora")
     Path("settings.json").write_text(json.dumps({"lora_alpha": 16}))
     Path("lora.rules").write_text(r"model\.(.*) -> transformer.\1")
+    return {}
+
+
+@stage("docs/guides/merging.md")
+def _merging() -> dict[str, Any]:
+    for step in (100, 200, 300):
+        checkpoint.save(state() | {"step": step}, f"run/step-{step}")
+    shutil.copytree(ROOT / "tests" / "rules" / "models" / "qwen3", "models/qwen3")
+    module, config = (
+        "base_model.model.model.layers.0.self_attn.q_proj",
+        {"peft_type": "LORA", "lora_alpha": 4},
+    )
+    with checkpoint.open("models/qwen3") as view:
+        rows, columns = view["model.layers.0.self_attn.q_proj.weight"].shape
+    pair = {"lora_A": np.ones((2, columns), np.float32), "lora_B": np.ones((rows, 2), np.float32)}
+    Path("adapter").mkdir()
+    weights = {f"{module}.{name}.weight": matrix for name, matrix in pair.items()}
+    safetensors.numpy.save_file(weights, "adapter/adapter_model.safetensors")
+    Path("adapter/adapter_config.json").write_text(json.dumps(config))
     return {}
 
 
@@ -253,7 +320,6 @@ def _manager() -> dict[str, Any]:
 
 @stage("docs/guides/recipes.md")
 def _recipes() -> dict[str, Any]:
-    named_as_llama("hf/llama")
     return {}
 
 

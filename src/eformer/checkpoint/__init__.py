@@ -18,6 +18,7 @@ report                   show a checkpoint, two of them or a run as a page for a
 convert                  write a checkpoint in another format; return a Conversion
 rules                    show rules by name as NamedRules; their `check` tells whether they fit a model, a RuleCheck
 export                   write a tree or a checkpoint as a model that transformers opens; return a Conversion
+merge                    write weighted sums of checkpoints, or a base with its LoRA added; return a Conversion
 prune                    delete all but the last checkpoints of a run; return a Pruned
 store_options            set endpoints, credentials and other options of buckets
 placement                compute how many bytes a load would put on each device; return a Placement
@@ -56,6 +57,7 @@ _NAMES = {
     "tools.convert": "convert",
     "tools.diff": "Diff diff",
     "tools.export": "export",
+    "tools.merge": "merge",
     "tools.prune": "Pruned prune",
     "tools.sign": "sign",
     "tools.verify": "Verification verify",
@@ -103,6 +105,7 @@ if TYPE_CHECKING:
     from eformer._engine.tools.diff import Diff as Diff
     from eformer._engine.tools.diff import diff as diff
     from eformer._engine.tools.export import export as export
+    from eformer._engine.tools.merge import merge as merge
     from eformer._engine.tools.prune import Pruned as Pruned
     from eformer._engine.tools.prune import prune as prune
     from eformer._engine.tools.sign import sign as sign

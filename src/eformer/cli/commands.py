@@ -34,6 +34,7 @@ from eformer.errors import NotFoundError
 if TYPE_CHECKING:
     from eformer._engine.formats.run_steps import StepChoice
     from eformer._engine.processes.crew import Crew
+    from eformer._engine.tools.conversion import Conversion
     from eformer._engine.tools.prune import Pruned
     from eformer._engine.tools.verify import Verification
 
@@ -412,7 +413,6 @@ def convert(
     layers\\.(\\w+)\\.kernel -> model.layers.{}.\\1.weight | unstack | transpose
     lm_head\\.weight ->
     """
-    from eformer._engine.record.text import count
     from eformer._engine.tools.convert import convert_in
 
     if settings and model_config:
@@ -432,6 +432,13 @@ def convert(
         progress=wants_bar(as_json),
         **arguments,
     )
+    _show_conversion(done, dry_run=dry_run, as_json=as_json)
+
+
+def _show_conversion(done: Conversion, *, dry_run: bool, as_json: bool) -> None:
+    """Print the result of a conversion: the plan of a dry run, and else the notes."""
+    from eformer._engine.record.text import count
+
     if as_json:
         facts = picked(done, "source", "destination", "to", "nbytes", "notes", "kept", "leaves")
         print_json(facts | {"dry_run": dry_run})
@@ -446,6 +453,122 @@ def convert(
             lines.append(f"! {count(len(done.kept), 'name')} matched by no rule and kept")
     for line in lines:
         say(line, "cyan" if line.startswith("!") else None)
+
+
+@main.command(short_help="Average checkpoints, or add a LoRA")
+@click.argument("sources", nargs=-1, required=True, type=click.Path(), metavar="SOURCE... DESTINATION")
+@click.option(
+    "--weights",
+    default="mean",
+    show_default=True,
+    metavar="RULE|NUMBERS",
+    help="mean; wsm (1-sqrt) or cosine, a schedule of decay; or a number for each SOURCE, such as 0.6,0.4.",
+)
+@click.option("--ema", type=float, metavar="DECAY", help="Exponential moving average, such as 0.9.")
+@click.option(
+    "--last", type=click.IntRange(min=1), help="SOURCE is a run: merge this number of its last steps."
+)
+@click.option(
+    "--lora", type=click.Path(), help="Add this adapter, or the LoRA leaves of a checkpoint, to SOURCE."
+)
+@click.option(
+    "--config",
+    "settings",
+    multiple=True,
+    metavar="NAME=VALUE|FILE",
+    help="For --lora: a setting of adapter_config.json, such as lora_alpha=32, or a JSON file of settings. Can be "
+    "repeated.",
+)
+@click.option(
+    "--rename",
+    type=RulesOf(),
+    metavar="FILE|BOOK",
+    help="For --lora: rules that give its leaves PEFT's names.",
+)
+@click.option(
+    "--to",
+    type=click.Choice(["safetensors", "zarr", "tensorstore", "msgpack", "npz", "orbax", "hf"]),
+    help="The target format, as for convert.",
+)
+@click.option(
+    "--like",
+    metavar="MODEL",
+    help="For --to hf: the model whose configuration and tokenizer the result gets.",
+)
+@click.option("--dtype", help="Write floating leaves in this dtype: bf16, fp16, float32, ...")
+@click.option(
+    "--max-shard-size",
+    "max_shard_bytes",
+    type=Size(),
+    help="Maximum size of one safetensors file, such as 5GB.",
+)
+@click.option("--prefix", help="Merge this tree only, and store it without a prefix.")
+@click.option("--root", metavar="NAME", help="Merge this subtree, such as params, as the whole checkpoint.")
+@click.option(
+    "--keys",
+    multiple=True,
+    metavar="NAME",
+    help="Merge only the leaves that NAME finds: a leaf, a subtree or a pattern. Can be repeated.",
+)
+@click.option(
+    "--allow-missing",
+    is_flag=True,
+    help="Merge even if eformer does not read all files that may hold leaves.",
+)
+@click.option(
+    "--dequant", metavar="DTYPE", help="Read the weights of a quantised model as numbers of this dtype."
+)
+@click.option("--dry-run", is_flag=True, help="Print the plan; write nothing.")
+@click.option(
+    "--memory", type=Size(), default="2GB", show_default=True, help="Maximum memory of the program."
+)
+@options.as_json
+def merge(
+    sources: tuple[str, ...],
+    *,
+    weights: str,
+    settings: tuple[str, ...],
+    keys: tuple[str, ...],
+    dry_run: bool,
+    as_json: bool,
+    **arguments: Any,
+) -> None:
+    """Write the weighted sum of the leaves of all SOURCE as a new checkpoint at DESTINATION.
+
+    Sums are in float32, in the order of SOURCE, divided by the sum of the weights, and rounded once. Integers, keys and
+    plain values are those of the last SOURCE. The new checkpoint records all SOURCE with their weights, which `eformer
+    inspect` shows.
+
+    \b
+    eformer merge ./run ./merged --last 3 --weights wsm --to safetensors
+    eformer merge ./run-a ./run-b soup.safetensors --weights 0.6,0.4
+    eformer merge ./base ./merged --lora ./adapter --to safetensors
+    eformer merge ./hf ./merged --lora ./adapter --to hf --like ./hf
+    """
+    from eformer._engine.tools.merge import merge as carry_out
+
+    *paths, destination = sources
+    if not paths:
+        raise click.UsageError("expected: eformer merge SOURCE... DESTINATION")
+    done = carry_out(
+        paths,
+        destination,
+        weights=_parse_weights(weights),
+        lora_config=_parse_settings(settings),
+        keys=keys or None,
+        dry_run=dry_run,
+        progress=wants_bar(as_json),
+        **arguments,
+    )
+    _show_conversion(done, dry_run=dry_run, as_json=as_json)
+
+
+def _parse_weights(text: str) -> Any:
+    """Return the numbers of `--weights`, or the name of a rule."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        return text
 
 
 def _parse_settings(settings: tuple[str, ...]) -> dict[str, Any] | None:
@@ -780,5 +903,5 @@ def completion(shell: str) -> None:
 main.add_command(report)
 main.add_command(serve)
 
-for _command in (inspect, list_leaves, verify, diff, convert, prune, steps, request, report, serve):
+for _command in (inspect, list_leaves, verify, diff, convert, merge, prune, steps, request, report, serve):
     options.store(_command)

@@ -33,7 +33,7 @@ _INTERRUPTED = 130  # the exit code that shells use
 _SECTIONS = {
     "Look": ("inspect", "ls", "verify", "diff", "report", "serve"),
     "Runs": ("steps", "prune", "request"),
-    "Change": ("convert", "rules", "sign"),
+    "Change": ("convert", "merge", "rules", "sign"),
     "Other": ("demo", "completion"),
 }
 
@@ -87,6 +87,7 @@ _OPTIONS = {
     "dequant=False (checkpoint.load, checkpoint.convert)": "--no-dequant", "dequant=False": "--no-dequant",
     'dequant="bf16"': "--dequant bf16",
     "pattern=": "--pattern ",
+    "lora=": "--lora", "last=": "--last ", "weights=": "--weights ", "ema=": "--ema ", "lora_config=": "--config",
     "to=": "--to", "like=": "`like` in Python",
 }  # fmt: skip
 _ARGUMENT = re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, _OPTIONS))})")

@@ -248,6 +248,17 @@ def test_experts_of_mxfp4_are_dense_leaves_with_inputs_before_outputs(tmp_path):
     assert bits(loaded["e"]["up"]) == bits(expected.astype(BF))
 
 
+def test_experts_as_openai_publishes_them_are_recognised_and_stay_in_stored_order(tmp_path):
+    leaves, _, expected = experts()
+    names = {"e.up_blocks": "block.0.mlp1_weight.blocks", "e.up_scales": "block.0.mlp1_weight.scales"}
+    path = model(tmp_path, {names.get(name, name): leaf for name, leaf in leaves.items()})
+    with pytest.raises(QuantizedError, match=r"block.0.mlp1_weight.blocks: uint8\["):
+        load(path)
+    assert checkpoint.inspect(path).quantized == {"": {"block.0.mlp1_weight.blocks": "mxfp4·1x32"}}
+    loaded = load(path, dequant="bf16")["block"]["0"]["mlp1_weight"]
+    assert bits(loaded) == bits(expected.swapaxes(1, 2).astype(BF))
+
+
 # ------------------------------------------------------------------------------------------ defaults
 
 
@@ -301,6 +312,53 @@ def test_a_load_with_like_and_the_stored_leaves_is_unchanged(tmp_path):
     path = model(tmp_path, leaves, config)
     like = {"a": {"weight": jnp.zeros((300, 200), F8), "weight_scale_inv": jnp.zeros((3, 2))}}
     assert load(path, like=like, dequant=False)["a"]["weight"].dtype == F8
+
+
+@pytest.mark.parametrize("named", ["float16", None, "float8_e4m3fn", 7])
+def test_a_book_is_for_the_dense_model_so_weights_are_numbers_of_the_dtype_of_the_configuration(
+    tmp_path, named
+):
+    leaves, config, expected = fp8_blocks()
+    path = model(tmp_path / "fp8", {**leaves, **NORM}, config)
+    settings = {
+        "quantization_config": config,
+        "model_type": "llama",
+        **({} if named is None else {"torch_dtype": named}),
+    }
+    (path / "config.json").write_text(json.dumps(settings))
+    dtype = "float16" if named == "float16" else "bfloat16"
+    loaded, report = load(path, rename="flax", return_report=True)
+    assert bits(loaded["a"]["kernel"]) == bits(expected.T.astype(dtype))
+    assert str(report) == f"2 leaves loaded, 1 of them dequantised to {dtype} (a.kernel)"
+    done = convert(path, tmp_path / "new", to="safetensors", rename="llama/flax")
+    assert f"a.kernel: {dtype}[200, 300] ([out in] to [in out], dequantised from float8_e4m3fn)" in str(done)
+    with checkpoint.open(path, rename="flax") as view:
+        assert bits(view["a.kernel"][...]) == bits(load(tmp_path / "new")["a"]["kernel"])
+
+
+def test_a_like_counts_before_the_book(tmp_path):
+    leaves, config, expected = fp8_blocks()
+    path = model(tmp_path, {**leaves, **NORM}, config)
+    like = {"a": {"kernel": jnp.zeros((200, 300))}, "norm": {"scale": jnp.zeros(3)}}
+    assert bits(load(path, rename="llama/flax", like=like)["a"]["kernel"]) == bits(expected.T)
+
+
+def test_other_rules_and_the_way_back_are_no_default(tmp_path):
+    leaves, config, _ = fp8_blocks()
+    path = model(tmp_path / "fp8", {**leaves, **NORM}, config)
+    for call in (load, lambda *args, **more: convert(*args, tmp_path / "new", to="zarr", **more)):
+        for arguments in (
+            {"rename": "a.weight [o i] <-> a.kernel [i o]"},
+            {"rename": "llama/flax", "back": True},
+        ):
+            with pytest.raises(QuantizedError, match='Pass dequant="bf16"'):
+                call(path, **arguments)
+
+
+def test_a_book_refuses_a_method_that_cannot_be_read(tmp_path):
+    leaves = {"a.qweight": np.zeros((4, 4), np.int32), "a.qzeros": np.zeros((1, 1), np.int32), "a.scales": np.ones((1, 4), np.float16)}  # fmt: skip
+    with pytest.raises(QuantizedError, match="awq cannot be dequantised here"):
+        load(model(tmp_path, leaves, {"quant_method": "awq"}), rename="llama/flax")
 
 
 # ---------------------------------------------------------------------------------- parts of a load
@@ -463,6 +521,7 @@ def test_missing_scales_are_named(tmp_path):
         ((4, 2), None, r"scales \[4, 2\] do not fit \[300, 200\] in blocks of 128 x 128"),
         ((300, 1), None, r"scales \[300, 1\] do not fit \[300, 200\]"),
         ((1, 1), None, r"scales \[1, 1\] do not fit \[300, 200\]"),
+        ((3, 2), [300, 200], r"scales \[3, 2\] do not fit \[300, 200\] in blocks of 300 x 200"),
     ],
 )
 def test_scales_that_do_not_fit_are_refused_and_no_quotient_is_guessed(tmp_path, scales, block, text):
@@ -470,6 +529,15 @@ def test_scales_that_do_not_fit_are_refused_and_no_quotient_is_guessed(tmp_path,
     leaves = {"a.weight": f8(300, 200), "a.weight_scale_inv": f32(*scales)}
     with pytest.raises(QuantizedError, match=text):
         load(model(tmp_path, leaves, config), dequant="bf16")
+
+
+def test_a_weight_without_axes_is_refused(tmp_path):
+    leaves = {"a.weight": np.zeros((), F8), "a.weight_scale_inv": np.ones((), np.float32)}
+    safetensors.numpy.save_file(leaves, tmp_path / "m.safetensors")
+    with pytest.raises(
+        QuantizedError, match=r"a\.weight is float8_e4m3fn\[\] and has scales; expected a weight with axes"
+    ):
+        load(tmp_path, dequant="bf16")
 
 
 @pytest.mark.parametrize("shape", [[6, 65], [6, 56], [7, 64], [-6, 64], [2**62, 64]])

@@ -79,12 +79,10 @@ def test_config_is_a_dict_or_a_path(model, tmp_path, as_path):
         load(model, rename=RULES, config=tmp_path)
 
 
-def test_back_and_config_need_rules(model):
+def test_config_is_for_rules(model):
     for call in (load, open_view):
-        with pytest.raises(ValueError, match="back= and config= are for the rules of rename="):
-            call(model, back=True)
-    with pytest.raises(ValueError, match="back=True is for the rules of rename="):
-        convert(model, model / "x.npz", back=True)
+        with pytest.raises(ValueError, match="config= is for the rules of rename=, or of back=True"):
+            call(model, config=CONFIG)
 
 
 def test_like_gives_the_sizes_the_dtype_and_the_places(model, caplog):

@@ -3,7 +3,7 @@
 import pytest
 
 from eformer._engine.record.notation import is_notation, parse_axes, parse_let, parse_rule, without_comment
-from eformer._engine.record.rename import parse_rules
+from eformer._engine.record.rename import parse_rules, rules_from
 from eformer.errors import FormatError
 
 
@@ -104,6 +104,15 @@ def test_a_number_has_a_name():
         ("a <-> b | pad d 4", "pad needs brackets"),
         ("a.{l} -> | scale 2", "a rule without a new name leaves the leaf out, and can have no steps"),
         ("<-> b | fill 1", "a constant leaf has nothing on the left, and axes and fill on the right"),
+        (
+            "a{x}{y} <-> b.{x}.{y}",
+            "a{x}{y} has two numbers side by side, so that 12 could be 1 and 2; write text",
+        ),
+        (
+            "".join(f"{{{c}=a|aa}}" for c in "abcdefghi") + " -> b",
+            "has more than 8 placeholders of words",
+        ),
+        ("-> b [d] | fill 1 | scale 2", "fill is the first step, and only cast can follow it"),
         ("a [d] <-> b [d] | fill 1", "a constant leaf has nothing on the left"),
         ("<-> b [d]", "a constant leaf has nothing on the left"),
         ("<->", "a rule without a new name leaves the leaf out"),
@@ -129,3 +138,14 @@ def test_one_error_lists_all_lines():
 def test_deep_groups_and_long_lines_are_refused_soon():
     with pytest.raises(FormatError, match="expected an axis before"):
         parse_rule("line 1", f"a [{'(' * 400}d{')' * 400}] <-> b [d]")
+
+
+@pytest.mark.parametrize("given", ["", "."])
+def test_a_directory_is_no_file_of_rules(given):
+    with pytest.raises(FormatError, match="expected rules: the name of a book, a file, or their text"):
+        rules_from(given)
+
+
+def test_a_text_may_begin_with_a_byte_order_mark():
+    ((rule,),) = rules_from("\ufeffa <-> b\r\n").texts[0].stages
+    assert rule.left[0].text == "a"

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from eformer import checkpoint
+from eformer import __version__, checkpoint
 from eformer._engine.record.origin import (
     MOST_BYTES,
     book_in,
@@ -13,6 +13,7 @@ from eformer._engine.record.origin import (
     config_in,
     new_origin,
     origin_text,
+    parent_lines,
     parent_of,
     trimmed_config,
 )
@@ -82,7 +83,8 @@ def test_several_checkpoints_are_several_parents(tmp_path):
 
 def test_inspect_shows_it(tmp_path):
     save(TREE, tmp_path / "a", origin=new_origin("load", [parent_of("hf://org/x", "", "")], ORIGIN["rules"]))
-    assert "origin      rules qwen3/maxtext 1, from hf://org/x\n" in str(inspect(tmp_path / "a"))
+    assert f"origin      load, eformer {__version__}, rules qwen3/maxtext 1\n" in str(inspect(tmp_path / "a"))
+    assert "parent      hf://org/x\n" in str(inspect(tmp_path / "a"))
 
 
 def test_an_origin_is_a_short_json_object(tmp_path):
@@ -97,6 +99,21 @@ def test_an_origin_that_eformer_makes_is_never_too_long():
     long = new_origin("load", [parent_of("x" * 9999, "", "")] * 99, {"config": {"a": "x" * 9000}})
     assert len(json.dumps(long)) < MOST_BYTES
     assert checked_origin(long) == long
+
+
+def test_too_many_parents_leave_the_last_ones_and_a_number(tmp_path):
+    parents = [parent_of(f"run/step-{n}", f"{n:032x}", "d" * 32) | {"weight": 0.01} for n in range(200)]
+    made = new_origin("merge", parents)
+    assert len(json.dumps(made, separators=(",", ":"))) <= MOST_BYTES
+    assert made["parents"] == parents[made["left_out"] :]
+    assert parent_lines(made)[0] == f"{made['left_out']} earlier parents, not recorded"
+
+
+@pytest.mark.parametrize(
+    "parent", [{"weight": 10**5000, "path": [1]}, {"weight": "x", "as": 3}, {"digest": {"a": 1}}, {}]
+)
+def test_odd_parents_of_other_programs_are_shown(parent):
+    assert len(parent_lines({"parents": [parent, 7], "left_out": 10**5000})) == 1
 
 
 @pytest.mark.parametrize(

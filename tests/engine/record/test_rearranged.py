@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from eformer._engine.record.boxes import Box
 from eformer._engine.record.lazy_arrays import Shared, shared_in, stacked, transposed, unstacked
+from support import drawn_rules
 from support.lazy import InMemory, applied, arrays_of, in_memory, numbers, whole
 
 WORDS = ["x", "yy", "z3"]
@@ -90,6 +91,23 @@ def test_every_box_of_any_rule_is_a_slice_and_reads_at_most_twice_its_elements(d
     sources = found.inners if not isinstance(found, InMemory) else [found]
     read = sum(source.elements_read for each in sources for source in (each.inners or [each]))
     assert read <= 2 * box.size
+
+
+@given(drawn_rules.rules(), st.data())
+def test_blocks_in_groups_and_names_move_as_numpy_moves_them(drawn, data):
+    rule, left, right = drawn
+    there = applied(rule, left)
+    equal(arrays_of(there), right)
+    equal(arrays_of(applied(rule, right, back=True)), left)
+    name = data.draw(st.sampled_from(sorted(right)))
+    box = data.draw(boxes(right[name].shape))
+    np.testing.assert_array_equal(there.arrays[name].read(box), right[name][box.slices])
+
+
+def test_the_first_block_of_a_plain_axis_is_not_the_whole_axis():
+    rule = "n = 2\nr = 3\nx [n+r d] <-> y [n d], z [r d]"
+    array = numbers(5, 2)
+    equal(arrays_of(applied(rule, {"x": array})), {"y": array[:2], "z": array[2:]})
 
 
 def concatenated(sizes):

@@ -26,6 +26,7 @@ def layers(number, *shape, name="l.{}.w"):
 
 
 q, qkv, gate, heads = numbers(H * K, D), numbers((H + 2 * G) * K, D), numbers(2 * F, D), numbers(D, H, K)
+D7 = numbers(7)
 six, fourteen = layers(6, D), layers(14, D)
 experts = {
     f"l.{i}.e.{e}.{n}": numbers(F, D) + 100 * i + 10 * e + len(n)
@@ -48,6 +49,8 @@ CONSTRUCTS = {
             for new, old in (("wi", "w1"), ("wo", "w03"))
         },
     ),
+    "split along its only axis": ("p = 5\na [p+r] <-> b [p], c [r]", {"a": D7}, {"b": D7[:5], "c": D7[5:]}),
+    "split in scalars": ("a [1+1] <-> b [1], c [1]", {"a": D7[:2]}, {"b": D7[:1], "c": D7[1:2]}),
     "every second": (
         "i = 2\nl.{(b i)}.w [d] <-> w_{i} [b d]",
         six,
@@ -257,6 +260,16 @@ def test_sizes_come_back_from_the_shapes_of_the_other_leaves():
         ),
         ("a [v d] <-> b [v d] | pad v 3", {"a": q}, "`pad v 3` is 3, and b has 12 elements along v"),
         ("<-> b.{l} [d] | fill 1", {"a": q}, "line 1: the size of l and d is unknown; pass like="),
+        (
+            "l = 2\na.{l} [d] <-> w [l d]",
+            {"a.0": q[0]},
+            "w [l d], by line 2: no source for l=1 (a.1 is missing)",
+        ),
+        (
+            "l = 1\na.{l} [d] <-> w [l d]",
+            layers(2, D, name="a.{}"),
+            "w, by line 2: l is 1 by line 1, and there is a.1",
+        ),
     ],
 )
 def test_rules_that_do_not_fit_the_leaves_are_refused(rules, leaves, problem):
@@ -347,6 +360,29 @@ def test_a_constant_leaf_is_made_and_left_out_on_the_way_back():
     )
 
 
+@pytest.mark.parametrize(("number", "dtype"), [("3 / 2", "int32"), ("300", "int8"), ("-1", "uint8")])
+def test_a_constant_that_the_dtype_of_like_does_not_hold_is_refused(number, dtype):
+    with pytest.raises(
+        MismatchError, match=f"line 1: b is {dtype}, which does not hold the number of `fill {number}`"
+    ):
+        applied(f"<-> b [d] | fill {number}", {}, shapes={"b": (3,)}, dtypes={"b": dtype})
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        "a.{l} [d] <-> b.{l} [d] | cast float32 | pad d 8",
+        "a.{l} [d] <-> b.{l} [d] | cast float32\n---\nb.{l} [d] <-> b [l d]",
+        "a.{l} <-> b.{l}\n<-> c [d] | fill 1 | cast float32",
+    ],
+)
+def test_a_cast_wins_over_other_dtypes_behind_all_steps_and_stages(rules):
+    found = applied(rules, layers(2, D, name="a.{}"), shapes={"c": (2,)} if "fill" in rules else {})
+    name = next(name for name in ("c", "b", "b.0") if name in found.arrays)
+    assert found.arrays[name].keeps_dtype
+    assert found.arrays[name].dtype == np.float32
+
+
 def test_tied_heads():
     rules = "e.w <-> e\nhead.w or e.w [v d] <-> head [d v]"
     same(arrays_of(applied(rules, {"e.w": q})), {"e": q, "head": q.T})
@@ -357,6 +393,41 @@ def test_tied_heads():
     tied = applied(rules, there, {"text_config": {"tie_word_embeddings": True}}, back=True)
     tied.require_tied()
     assert list(tied.arrays) == ["e.w"]
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        "e.w <-> e\nhead.w or e.w [v d] <-> head [v d]",
+        "m.{*q} <-> {*q}\n---\ne.w <-> e\nhead.w or e.w [v d] <-> head [v d]",
+    ],
+    ids=["as it is", "renamed by another stage"],
+)
+def test_every_tied_head_is_compared_before_it_is_left_out(rules):
+    tied = {"tie_word_embeddings": True, "dtype": "bfloat16"}
+    x = numbers(F, D) / 3
+    same_head, other_head = (
+        applied(rules, {"e": x, "head": head}, tied, back=True) for head in (x.copy(), x + 0.5)
+    )
+    same_head.require_tied()
+    assert [name.removeprefix("m.") for name in same_head.arrays] == ["e.w"]
+    with pytest.raises(MismatchError, match="head is not the embedding"):
+        other_head.require_tied()
+
+
+def test_a_head_without_its_embedding_is_kept():
+    rules = "e.w <-> e\nhead.w or e.w [v d] <-> head [d v]"
+    found = applied(rules, {"head": q.T}, {"tie_word_embeddings": True}, back=True)
+    same(arrays_of(found), {"head.w": q})
+
+
+def test_tied_leaves_may_be_scalars_and_large_integers():
+    rules = "a or b <-> c\nb <-> d"
+    found = applied(
+        rules, {"c": np.int64(2**24 + 1), "d": np.int64(2**24)}, {"tie_word_embeddings": 1}, back=True
+    )
+    with pytest.raises(MismatchError, match=r"c is not the embedding, b \(max difference 1\)"):
+        found.require_tied()
 
 
 def test_a_head_that_is_not_the_embedding_cannot_be_left_out():
@@ -422,7 +493,7 @@ def test_a_name_that_is_no_book_and_no_file_names_the_books_near_by():
 
 
 @pytest.mark.parametrize(
-    "text", ["{*a}x{*b}x{*c}y <-> {*a}.{*b}.{*c}", "{l}{m}{n}{o}y [] <-> {l}.{m}.{n}.{o} []"]
+    "text", ["{*a}x{*b}x{*c}y <-> {*a}.{*b}.{*c}", "{l}{c=9|99}{d=9|99}{e=9|99}y [] <-> {l}.{c}.{d}.{e} []"]
 )
 def test_hostile_names_do_not_take_long(text):
     found = applied(text, {"x" * 300: np.float32(1), "9" * 400: np.float32(1)})
@@ -451,3 +522,11 @@ def test_huge_numbers_are_refused_soon(rules, name, shape, problem):
 def test_a_text_with_a_zero_byte_is_no_rule():
     with pytest.raises(FormatError):
         rules_from("a{\0} <-> b")
+
+
+def test_a_rule_that_stacks_fewer_leaves_than_beside_them_is_noted():
+    rule = "{*p}.{l}.{*q} [...] <-> {*p}.{*q} [l ...]"
+    leaves = layers(3, D, name="dec.{}.a") | layers(2, D, name="dec.{}.b") | layers(2, D, name="enc.{}.a")
+    (note,) = applied(rule, leaves).notes
+    assert note == "line 1 stacks different numbers of leaves: dec.b of 2; dec.a of 3; some may be missing"
+    assert not applied(rule, {name: leaf for name, leaf in leaves.items() if name[-1] == "a"}).notes

@@ -6,7 +6,8 @@ import pytest
 
 from eformer._engine.record.rename import parse_rules, rules_from
 from eformer._engine.record.rule_books import book_names, books, find_book, is_layout, parse_file
-from eformer.errors import FormatError, NotFoundError
+from eformer.errors import FormatError, MismatchError, NotFoundError
+from support.lazy import applied, numbers
 
 HEAD = "# toy: a toy\n# rules 3; tested with maxtext 0.2.5, transformers 5.22.2\nfor toy, toy2\nh = heads\n"
 
@@ -113,3 +114,26 @@ def test_a_file_that_is_wrong_names_the_line(text, said):
     with pytest.raises(FormatError) as caught:
         parse_file("toy", text)
     assert said in str(caught.value)
+
+
+def test_a_book_of_another_family_than_the_model_is_noted():
+    def notes(book):
+        return applied(book, {"model.norm.weight": numbers(3)}, {"model_type": "llama"}).notes
+
+    differ = "config.json is of a model 'llama', whose rules 'llama/maxtext' differ from 'qwen3/maxtext'"
+    assert notes("qwen3/maxtext") == [differ]
+    assert notes("llama/maxtext") == notes("mistral/maxtext") == notes("qwen3/flax") == notes("maxtext") == []
+
+
+def test_a_family_alone_is_no_book_and_its_layouts_are_listed():
+    with pytest.raises(
+        NotFoundError, match="'llama' is a family of models; name a layout of it as well: llama/flax, ll"
+    ):
+        find_book("llama")
+
+
+def test_an_unmatched_leaf_says_in_which_direction_the_book_was_read():
+    with pytest.raises(MismatchError, match="x: no rule of llama/maxtext, read from right to left, matches"):
+        applied("llama/maxtext", {"x": numbers(2)}, back=True)
+    with pytest.raises(MismatchError, match="x: no rule of llama/maxtext matches"):
+        applied("llama/maxtext", {"x": numbers(2)})

@@ -1,7 +1,9 @@
 """The rules that gave a tree its names are recorded, and give the way back without arguments."""
 
+import pickle
 from pathlib import Path
 
+import jax
 import msgspec
 import numpy as np
 import pytest
@@ -149,6 +151,39 @@ def test_a_load_reads_a_layout_backwards_by_its_recorded_configuration(ours):
     np.testing.assert_array_equal(found, theirs[name])
 
 
+def test_a_load_and_a_view_go_back_by_the_recorded_rules(ours, tmp_path):
+    theirs = load(QWEN)
+    tree, report = load(ours, back=True, return_report=True)
+    jax.tree.map(np.testing.assert_array_equal, tree, theirs)
+    assert "rules" not in report.origin
+    with checkpoint.open(ours, back=True) as view:
+        assert sorted(view) == sorted(checkpoint.open(QWEN))
+        name = "model.layers.0.self_attn.q_proj.weight"
+        np.testing.assert_array_equal(pickle.loads(pickle.dumps(view))[name][...], view[name][...])
+
+
+def test_the_subtree_of_a_step_goes_back_by_the_rules_that_the_run_has_recorded(ours, tmp_path):
+    tree, report = load(ours, return_report=True)
+    with checkpoint.Run(tmp_path / "run", every=1, origin=report.origin) as run:
+        run.after(1, {"params": tree})
+    back = load(tmp_path / "run", root="params", back=True)
+    np.testing.assert_array_equal(back["lm_head"]["weight"], load(QWEN)["lm_head"]["weight"])
+
+
+def test_several_checkpoints_go_back_together_if_they_have_recorded_the_same_rules(ours, tmp_path):
+    convert(MODELS / "llama", tmp_path / "llama", to="safetensors", rename="maxtext")
+    with pytest.raises(
+        ValueError, match=r"ours of qwen3/maxtext and .*llama of llama/maxtext; load them one by one"
+    ):
+        load([ours, tmp_path / "llama"], back=True)
+
+
+@pytest.mark.parametrize("call", [load, checkpoint.open])
+def test_a_way_back_by_no_recorded_rules_is_an_error(call):
+    with pytest.raises(ValueError, match=r"qwen3 has no recorded rules that back=True could read"):
+        call(QWEN, back=True)
+
+
 def test_a_load_of_another_layout_than_the_recorded_one_is_an_error_that_names_both(ours):
     with pytest.raises(
         ValueError, match=r"rules 'qwen3/maxtext', and rename= with 'qwen3/maxtext-unscanned'"
@@ -161,3 +196,19 @@ def test_on_the_way_back_each_leaf_gets_the_dtype_that_it_has_in_like(tmp_path):
     convert(model, tmp_path / "ours", to="safetensors", rename="maxtext")
     convert(tmp_path / "ours", tmp_path / "theirs", to="safetensors", back=True, like=model)
     assert diff(model, tmp_path / "theirs").same
+
+
+@pytest.mark.parametrize("book", ["{}", "a -> b", "../../secret/rules", "maxtext", "no/file"])
+def test_a_recorded_name_is_a_shipped_book_and_never_a_file_or_rules(tmp_path, monkeypatch, book):
+    (tmp_path / "no").mkdir()
+    for name in ("rules", "no/file"):
+        (tmp_path / name).write_text("a <-> secret")
+    monkeypatch.chdir(tmp_path)
+    book = book.format(tmp_path / "rules")
+    save({"secret": np.zeros(3)}, tmp_path / "a", origin={"rules": {"book": book}})
+    with pytest.raises(
+        (ValueError, NotFoundError), match=r"has no recorded rules|no rule book 'no/file'"
+    ) as caught:
+        convert(tmp_path / "a", tmp_path / "b", to="safetensors", back=True)
+    assert "a <-> secret" not in str(caught.value)
+    assert not (tmp_path / "b").exists()

@@ -61,6 +61,7 @@ def test_the_dtype_is_found_under_both_names_and_in_the_text_model():
     assert dtype_in({"torch_dtype": "torch.bfloat16"}) == "bfloat16"
     assert dtype_in(NESTED) == "float32"
     assert dtype_in({}) is None
+    assert dtype_in({"dtype": "banana"}) is dtype_in({"dtype": "int8"}) is dtype_in({"dtype": ["x"]}) is None
     assert dtype_in(without_dtype({"dtype": "float16", **NESTED})) is None
 
 

@@ -345,6 +345,12 @@ def test_code_that_the_configuration_names_must_be_there(tree, tmp_path):
         export(tree, tmp_path / "new", like=like)
 
 
+def test_settings_that_are_not_json_are_refused(tree, like, tmp_path):
+    with pytest.raises(ValueError, match="config= has values that are not JSON: Object of type set"):
+        export(tree, tmp_path / "out", like=like, config={"x": {1}})
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("module", ["../../secret", "/etc/passwd", "..", "a/b"])
 def test_code_outside_of_the_directory_is_not_read(tree, tmp_path, module):
     like = write_model(tmp_path / "like", config=CONFIG | {"auto_map": {"AutoModel": f"{module}.Model"}})

@@ -2,6 +2,7 @@
 
 import pytest
 
+from eformer import __version__
 from eformer._engine.tools.model_card import CardFacts, card_lines, front_matter, hub_id, model_card
 
 CARD = "---\nlicense: mit\r\ntags:\n- a\n- b\nlanguage:\n  - en\nbase_model: org/other\n---\n# Theirs\nlicense: no\n"
@@ -52,7 +53,14 @@ def test_without_a_base_on_the_hub_the_base_of_like_stays():
 
 def test_the_lines_have_digest_and_rules_and_no_path():
     origin = {"rules": {"book": "llama/maxtext", "version": 2}}
-    lines = card_lines(origin, {"path": "/home/me/run/step-9", "digest": "ab" * 16}, "org/model")
+    lines = card_lines(origin, [{"path": "/home/me/run/step-9", "digest": "ab" * 16}], "org/model")
     assert f"from step-9, a checkpoint with the digest {'ab' * 16}." in lines[0]
     assert "rules llama/maxtext, version 2, read backwards" in lines[1]
     assert "home" not in "".join(lines)
+
+
+def test_the_card_of_a_merge_names_every_checkpoint_without_its_path():
+    parents = [{"path": f"/home/me/run/step-{n}", "digest": str(n) * 32, "weight": 0.5} for n in (8, 9)]
+    line = card_lines({}, [*parents, {"as": "lora"}], "")[0]
+    known = "; ".join(f"step-{n}, a checkpoint with the digest {str(n) * 32}" for n in (8, 9))
+    assert line == f"Merged by eformer {__version__} from 3 checkpoints: {known}."

@@ -8,6 +8,7 @@ be read stay as they are stored, with the reason, so that a caller can refuse th
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -44,6 +45,7 @@ _READABLE_FORMATS = (
     "float-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized",
     "mxfp8-quantized", "mixed-precision",
 )  # fmt: skip
+_OF_EXPERTS = ("_blocks", ".blocks")  # names of transformers, and of OpenAI
 _DEFAULT_BLOCK = (128, 128)
 _MX_BLOCK = (1, 32)
 _NV_BLOCK = (1, 16)
@@ -241,6 +243,8 @@ class _Planner:
         if scales_dot is None:
             return self._without_scales(name, dot)
         scales, entry = found.spelled[scales_dot], found.tree.leaves[name]
+        if not entry.shape:
+            return f"{readable(name)} is {entry.described} and has scales; expected a weight with axes"
         stem = dot.removesuffix("weight_packed").removesuffix("weight")
         if any(stem + end in found.spelled for end in _MORE_THAN_SCALES):
             return _cannot(self._named(dot, scales_dot))
@@ -250,7 +254,7 @@ class _Planner:
             return f"{readable(whole.name)} is {whole.entry.described}, expected one number"
         if entry.dtype.startswith("float8_") and entry.dtype not in EXPONENTS and not whole:
             return self._float8(name, scales, is_inverse=scales_dot.endswith("_inv"))
-        if dot.endswith("_blocks") and entry.dtype == "uint8" and scales.dtype in EXPONENTS:
+        if dot.endswith(_OF_EXPERTS) and entry.dtype == "uint8" and scales.dtype in EXPONENTS:
             return self._grouped(name, scales)
         if entry.dtype == "int8" and scales.dtype == "float8_e8m0fnu":
             return self._fp4(name, scales, _MX_BLOCK, "mxfp4")
@@ -287,22 +291,24 @@ class _Planner:
             candidates += _broadcast(shape, grid)
         for block in candidates:
             blocks = Blocks("float8", shape, block)
-            if blocks.grid == grid or block == tuple(max(1, size) for size in shape):
+            is_one = math.prod(grid) == 1 and block == tuple(max(1, size) for size in shape)
+            if blocks.grid == grid or is_one:
                 return DenseLeaf(name, f"fp8{_block_text(blocks)}", blocks, scales)
             if len(grid) == 1 and blocks.grid == (*grid, *(1,) * (len(shape) - 1)):
                 return DenseLeaf(name, f"fp8{_block_text(blocks)}", blocks, scales)
         return _misfit(name, shape, scales, tried)
 
     def _grouped(self, name: str, scales: Beside) -> DenseLeaf | str:
-        """Plan FP4 numbers of experts, which are stored with their outputs before their inputs."""
-        shape = self.found.tree.leaves[name].shape
+        """Plan FP4 numbers of experts. The dense leaves of transformers have inputs before outputs; the
+        leaves of OpenAI stay in stored order."""
+        shape, is_of_transformers = self.found.tree.leaves[name].shape, name.endswith("_blocks")
         if len(shape) != 4 or shape[-1] != GROUP_BYTES:
             return f"{readable(name)} is uint8{list(shape)}, expected [experts, outputs, groups, 16]"
         whole = (*shape[:2], 2 * GROUP_BYTES * shape[2])
-        blocks = Blocks("fp4", whole, (1, *_MX_BLOCK), is_grouped=True, is_transposed=True)
+        blocks = Blocks("fp4", whole, (1, *_MX_BLOCK), is_grouped=True, is_transposed=is_of_transformers)
         if blocks.grid != scales.entry.shape:
             return _misfit(name, whole, scales, [_MX_BLOCK])
-        return DenseLeaf(name.removesuffix("_blocks"), f"mxfp4{_block_text(blocks)}", blocks, scales)
+        return DenseLeaf(re.sub(r"[_.]blocks$", "", name), f"mxfp4{_block_text(blocks)}", blocks, scales)
 
     def _fp4(
         self,

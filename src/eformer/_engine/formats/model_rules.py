@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.record.origin import book_in, config_in, rules_in, trimmed_config
-from eformer._engine.record.rename import RenamingRules, rules_from
+from eformer._engine.record.rename import RenamingRules, parse_book, rules_from
 from eformer._engine.record.rule_books import is_layout
+from eformer._engine.record.stages import ModelFacts
+from eformer.errors import NotFoundError
 
 if TYPE_CHECKING:
     from eformer._engine.record.origin import Origin
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 Config = Mapping[str, Any]
 
+_OF_WEIGHTS = ("bfloat16", "float16", "float32", "float64")
 _NAME = re.compile(r"[\w-]+(?:/[\w-]+)?", re.ASCII)
 
 
@@ -32,6 +35,11 @@ class ModelRules:
     rules: RenamingRules
     config: Config = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    @property
+    def dtype_of_numbers(self) -> str | None:
+        """Return the dtype that quantised weights get, if the rules are for a dense model."""
+        return dtype_of_numbers(self.rules, self.config)
 
     @property
     def record(self) -> dict[str, Any]:
@@ -45,7 +53,10 @@ class ModelRules:
 
 def rules_for(rules: RenamingRules, config: Config, origin: Origin | None, path: str) -> ModelRules:
     """Return rules for a model. Raise ValueError if they would read another layout backwards than the origin has."""
-    rules, recorded = rules.of_model(config), book_in(origin or {})
+    try:
+        rules, recorded = rules.of_model(config), book_in(origin or {})
+    except NotFoundError as error:
+        raise NotFoundError(f"{path}: {error}") from error
     book = _book_of(rules)
     if rules.back and book and recorded and book.name != recorded:
         raise ValueError(
@@ -60,8 +71,32 @@ def _book_of(rules: RenamingRules) -> Book | None:
     return rules.books[0] if len(rules.texts) == len(rules.books) == 1 else None
 
 
+def dtype_of_numbers(rules: RenamingRules, config: Config) -> str | None:
+    """Return the dtype that quantised weights get by rules of a book, which is for the dense model: that of the
+    configuration, else bfloat16. Return None for other rules, and for the way back."""
+    if rules.back or not rules.have_book:
+        return None
+    named = ModelFacts(config).in_config("dtype", "torch_dtype")
+    return named if named in _OF_WEIGHTS else "bfloat16"
+
+
+def recorded_book(origin: Origin, path: str) -> str:
+    """Return the book that gave the leaves their names. Raise ValueError if none is recorded."""
+    if not (recorded := book_in(origin)):
+        raise ValueError(
+            f"{path} has no recorded rules that back=True could read from right to left; pass them by rename=, such as "
+            'rename="llama/maxtext"'
+        )
+    return recorded
+
+
+def rules_of_book(recorded: str, *, back: bool = False) -> RenamingRules:
+    """Return the rules of a recorded book. It is never a file: the record comes with a checkpoint from anywhere."""
+    return RenamingRules((parse_book(recorded),), back=back)
+
+
 def model_rules(
-    given: RenameRules | None,
+    given: RenameRules | RenamingRules | None,
     *,
     back: bool | None,
     origin: Origin | None,
@@ -77,16 +112,14 @@ def model_rules(
     path       the checkpoint, for messages
     """
     origin = origin or {}
-    recorded = book_in(origin)
-    if given is None and not (back or (back is None and recorded)):
+    if given is None and not (back or (back is None and book_in(origin))):
         return None
-    if given is None and not recorded:
-        raise ValueError(
-            f"{path} has no recorded rules that back=True could read from right to left; pass them by rename=, such as "
-            'rename="llama/maxtext"'
-        )
+    if given is None:
+        given = rules_of_book(recorded_book(origin, path))
+    elif not isinstance(given, RenamingRules):
+        given = rules_from(given)
     config = _first_of([*configs, lambda: config_in(origin)])
-    rules = rules_from(recorded if given is None else given).of_model(config)
+    rules = given.of_model(config)
     is_back = rules.are_two_way if back is None else back
     return rules_for(replace(rules, back=is_back), config, origin, path) if rules else None
 

@@ -58,6 +58,7 @@ _PARTNERS: tuple[tuple[str, tuple[str, ...], tuple[int, ...], str], ...] = (
     (".weight", (".weight_scales",), (1,), "eetq"),
     (".weight", (".scales",), (1, 4), "int8 or mlx"),
     ("_blocks", ("_scales",), (1,), "mxfp4"),
+    (".blocks", (".scales",), (1,), "mxfp4"),  # of GPT-OSS as OpenAI publishes it
     (".weight_packed", (".weight_scale",), (1, 4), "compressed-tensors"),
     (".qweight", (".scales", ".wscales"), (1, 2, 4), "gptq, awq or nunchaku"),
     (".q_weight", (".q_scale_max",), (4,), "exl2"),
@@ -158,7 +159,10 @@ def dense_name(name: str) -> str:
     dotted = f".{readable(name)}"  # if the caller took a root off, only the end of the name may be left
     for end, *_ in _PARTNERS:
         if dotted.endswith(end):
-            dotted = dotted.removesuffix(end) + (".weight" if end.startswith(".") else "")
+            is_alone = end.endswith(
+                "blocks"
+            )  # the weight has no name of its own behind the name of its module
+            dotted = dotted.removesuffix(end) + ("" if is_alone else ".weight" if end.startswith(".") else "")
             break
     return dotted[1:]
 

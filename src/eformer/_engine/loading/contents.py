@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from eformer._engine.formats.nested_names import nested_spelled
-from eformer._engine.record.lazy_arrays import StoredLeaf, entry_of, stored_leaves
+from eformer._engine.record.dequantized import undequantized
+from eformer._engine.record.lazy_arrays import StoredLeaf, entry_of
 from eformer._engine.record.manifest import UNREADABLE, LeafEntry, parse_structure
 from eformer._engine.record.names import names_below, readable, resolve
 from eformer._engine.record.rename import refuse_transformed_keys
@@ -68,9 +69,10 @@ class Contents:
         return {name: None for name in names if name in chosen or readable(name).startswith(subtrees)}
 
     def stored(self, name: str) -> Iterable[LeafEntry]:
-        """Return the records of the stored arrays that an array is computed from; its own record if it is stored."""
+        """Return the records of the stored arrays that an array is computed from, without quantised weights that it has
+        as numbers; its own record if it is stored."""
         if name in self.computed:
-            return [leaf.entry for leaf in stored_leaves(self.computed[name])]
+            return [leaf.entry for leaf in undequantized(self.computed[name])]
         return [self.arrays[name]] if name in self.arrays else []
 
     @property

@@ -42,6 +42,7 @@ from eformer._engine.loading.sources import (
     rename_leaves,
     spell_alike,
     take_below,
+    with_recorded_rules,
 )
 from eformer._engine.processes import hosts as _hosts
 from eformer._engine.record.manifest import parse_structure
@@ -181,7 +182,8 @@ def load(
                     None refuses it
     dequant         a floating dtype, such as "bf16": the weights of a quantised model as numbers; False
                     loads its leaves as they are stored. None takes the dtypes of `like`, if it has the
-                    weights as floating arrays, and otherwise raises a `QuantizedError`
+                    weights as floating arrays, or by a book of `rename` the dtype of the configuration,
+                    and otherwise raises a `QuantizedError`
     signed_by       a public key, as the path of a PEM file or its content: every byte is checked against
                     the signature of its owner before it is used, see `sign`
 
@@ -192,7 +194,8 @@ def load(
                     result is a flat dict by the names in the checkpoint
     rename          rules that rename and rearrange leaves before all else: a file, text, lines, a dict, or
                     the name of a shipped book, such as "maxtext"; see the guide on renaming
-    back            read these rules from right to left
+    back            read these rules from right to left; without `rename`, the rules that the checkpoint has
+                    recorded
     config          config.json of the model for them, as a dict or a path; None for the file at `path`
     dtype           cast floating leaves to this dtype; "like" casts each to its dtype in `like`
     callback        a function of each array and its name, which returns the replacement
@@ -252,7 +255,7 @@ def load(
         loaded = load_tree(paths, request)
     if return_report:
         return loaded.tree, loaded.report
-    if request.partial or request.rename:
+    if request.partial or request.by_rules:
         log_differences(" and ".join(os.fspath(each) for each in paths), loaded.report)
     return loaded.tree
 
@@ -291,8 +294,8 @@ def request_from(
     """Return the arguments of `load` as a request. Raise ValueError for arguments that exclude each other."""
     if like is not None and into is not None:
         raise ValueError("pass like= or into=, not both")
-    if rename is None and (back or config is not None):
-        raise ValueError("back= and config= are for the rules of rename=")
+    if rename is None and not back and config is not None:
+        raise ValueError("config= is for the rules of rename=, or of back=True")
     if isinstance(like, (FunctionType, MethodType)):
         raise TypeError("`like` is a function; call it, or pass jax.eval_shape of it")
     if signed_by is not None and mmap:
@@ -304,6 +307,7 @@ def request_from(
         transient=() if into is None else transient_in(into),
         like_name="like" if into is None else "into",
         rename=None if rename is None else rules_from(rename, back=back) or None,
+        back=back,
         config=None if config is None else given_config(config),
         keys=None if keys is None else (keys,) if isinstance(keys, str) else tuple(keys),
         placement=PlacementRequest(mesh=mesh, rules=rules, shardings=shardings),
@@ -346,12 +350,16 @@ def load_tree(paths: Sequence[Path], request: Request) -> LoadedTree:
     hosts = _hosts.current("loads", members, timeout) if members else None
     limit = f"{request.timeout_of}(timeout={timeout})"
     choose = partial(path_of_step, step=request.step)
+
+    def loaded(all_found: Sequence[Found]) -> LoadedTree:
+        return Load(with_recorded_rules(request, all_found), like, hosts).load(all_found)
+
     try:
         with (
             within(timeout, limit) if timeout is not None else nullcontext(),
             caching(request.options.cache),
         ):
-            return reread_all(paths, Load(request, like, hosts).load, request.signed_by, choose)
+            return reread_all(paths, loaded, request.signed_by, choose)
     except BaseException as error:
         if hosts:
             hosts.fail(error)  # so that the other processes raise, too, instead of waiting

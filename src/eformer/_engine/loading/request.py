@@ -77,6 +77,7 @@ class Request:
     threads        number of threads that read; None for one per core, 2 to 16
     sha256         function that returns the recorded SHA-256 of leaves, which are checked before the load
     transient      names of subtrees of `like` that the program rebuilds: their leaves may be missing or left out
+    back           read the recorded rules from right to left, if `rename` is None
     config         config.json of the model, for the rules; None for the file beside the checkpoint
     step           the step of a run to load; None for the newest
     plain          put nested dicts in the place of classes that cannot be built
@@ -90,6 +91,7 @@ class Request:
     partial: bool = False
     root: str | None = None
     rename: RenamingRules | None = None
+    back: bool = False
     config: Mapping[str, Any] | None = None
     resize: Resize | None = None
     prefix: str | None = None
@@ -114,6 +116,11 @@ class Request:
     plain: bool = False
     is_list: bool = False
     whole_of: Callable[[Found], Found] | None = None
+
+    @property
+    def by_rules(self) -> bool:
+        """Tell whether rules give the leaves their names."""
+        return self.rename is not None or self.back
 
     def __post_init__(self) -> None:
         dtype_of_dequant(self.dequant)

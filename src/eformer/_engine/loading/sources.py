@@ -22,7 +22,7 @@ from jax.sharding import Sharding
 from eformer._engine.formats.dense import dense_tree, refuse_problems, refuse_raw
 from eformer._engine.formats.find import reading
 from eformer._engine.formats.model_config import model_config
-from eformer._engine.formats.model_rules import rules_for
+from eformer._engine.formats.model_rules import dtype_of_numbers, recorded_book, rules_for, rules_of_book
 from eformer._engine.formats.process_records import ListedLeaf
 from eformer._engine.formats.quantized import dense_name, dtype_of_dequant, quantization_of
 from eformer._engine.loading.contents import (
@@ -180,6 +180,27 @@ def model_facts(
     return found
 
 
+def with_recorded_rules(request: Request, all_found: Sequence[Found]) -> Request:
+    """Return the request with the rules that the checkpoints have recorded, if it asks for the way back without rules.
+
+    Raise ValueError if one has none, or if they differ.
+    """
+    if not request.back or request.rename is not None:
+        return request
+    books = {found.path: _recorded_book(found, request.prefix) for found in all_found}
+    if len(set(books.values())) > 1:
+        listed = " and ".join(f"{path} of {book}" for path, book in books.items())
+        raise ValueError(
+            f"back=True: the checkpoints have recorded other rules, {listed}; load them one by one"
+        )
+    return replace(request, rename=rules_of_book(next(iter(books.values())), back=True))
+
+
+def _recorded_book(found: Found, prefix: str | None) -> str:
+    with reading(found):
+        return recorded_book(found.listed(prefix).origin or {}, found.path)
+
+
 def rename_leaves(sources: Sequence[LoadSource], rules: RenamingRules) -> None:
     """Apply the rules to the leaves of each checkpoint, and warn of rules that match no leaf of any checkpoint."""
     found = [_rename(source, rules, is_alone=len(sources) == 1) for source in sources]
@@ -289,8 +310,10 @@ def look_for_quantized(source: LoadSource, request: Request) -> None:
 
 
 def read_as_numbers(source: LoadSource, request: Request, like: Leaves | None) -> None:
-    """Take the quantised weights as numbers, if `dequant` asks for them, or if `like` has all of them as numbers."""
-    if request.dequant is None and like is None:
+    """Take the quantised weights as numbers, if `dequant` asks for them, if `like` has all of them as numbers, or if
+    rules are a book, which is for dense models."""
+    by_book = request.rename and dtype_of_numbers(request.rename, source.facts.config)
+    if request.dequant is None and like is None and not by_book:
         return
     look_for_quantized(source, request)
     if (found := source.quantized) is None:
@@ -299,8 +322,10 @@ def read_as_numbers(source: LoadSource, request: Request, like: Leaves | None) -
     with reading(source.found):
         if wanted is not None:
             tree = dense_tree(found, wanted, source.readers.of)
-        elif (chosen := _as_in(like or {}, source, found, request)) is not None:
+        elif like is not None and (chosen := _as_in(like, source, found, request)) is not None:
             tree = chosen
+        elif by_book:
+            tree = dense_tree(found, by_book, source.readers.of)
         else:
             return
     source.numbers, source.dropped = tree, tree.left_out
@@ -347,7 +372,7 @@ def dequantized_names(sources: Sequence[LoadSource]) -> dict[str, str]:
     """Return the dtypes of the loaded leaves that were read as numbers from quantised weights."""
     found = {}
     for source in sources:
-        computed = source.contents.computed if source.numbers else {}
+        computed = source.contents.computed
         for target in source.targets:
             if target.name in computed and dequantized_in(computed[target.name]):
                 found[target.name] = computed[target.name].dtype.name

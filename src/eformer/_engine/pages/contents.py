@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from eformer._engine.formats.find import look_at, signer_of
 from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.names import escape
+from eformer._engine.record.origin import origin_text, parent_lines
 from eformer._engine.record.text import few, printable, shortened
 from eformer._engine.record.values import value_from_json
 from eformer._engine.tools.compare import Plain
@@ -148,6 +149,7 @@ class PageContents:
             "trees": [prefix for prefix in self.trees if prefix],
             "dtypes": self._dtypes(),
             "metadata": self._metadata(),
+            "origin": self._origin(),
             "signed_by": self.signed_by,
             "left_out": [printable(name) for name in self.left_out[:50]],
             "problems": self._problems(),
@@ -178,6 +180,16 @@ class PageContents:
                 key = f"{prefix}: {name}" if prefix and len(self.trees) > 1 else name
                 found[printable(key)] = printable(shortened(_text(value), _MOST_METADATA))
         return found
+
+    def _origin(self) -> list[list[str]]:
+        """Return the tools that made the trees, and the parents of the trees, as pairs of a label and a text."""
+        found: dict[tuple[str, str], None] = {}
+        for prefix, tree in self.trees.items():
+            label = f"[{prefix}] " if prefix else ""
+            if tree.origin:
+                found[f"{label}made by", origin_text(tree.origin)] = None
+                found |= {(f"{label}parent", line): None for line in parent_lines(tree.origin)}
+        return [[printable(label), printable(text)] for label, text in found]
 
     def _problems(self) -> list[str]:
         return [

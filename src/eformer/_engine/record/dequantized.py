@@ -15,14 +15,13 @@ import ml_dtypes
 import numpy as np
 
 from eformer._engine.record.boxes import Box
-from eformer._engine.record.dtypes import dtype_from_name, unpack_nibbles
+from eformer._engine.record.dtypes import dtype_from_name, name_of_dtype, unpack_nibbles
+from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
 from eformer._engine.record.planned import LazyArray
 from eformer.errors import QuantizedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from eformer._engine.record.lazy_arrays import StoredLeaf
 
 Array = np.ndarray[Any, Any]
 Codes = Literal["float8", "fp4", "int4", "int8"]
@@ -92,15 +91,15 @@ class Dequantized(LazyArray):
 
     def __init__(
         self,
-        weight: StoredLeaf,
-        scales: StoredLeaf,
+        weight: LazyArray,
+        scales: LazyArray,
         blocks: Blocks,
         dtype: str,
-        whole: StoredLeaf | None = None,
+        whole: LazyArray | None = None,
     ) -> None:
-        self.dense_name = weight.name
+        self.dense_name = ""
         self.weight, self.scales, self.whole, self.blocks = weight, scales, whole, blocks
-        self.inners: Sequence[StoredLeaf] = [weight, scales, *([] if whole is None else [whole])]
+        self.inners: Sequence[LazyArray] = [weight, scales, *([] if whole is None else [whole])]
         self.shape, self.dtype = blocks.exchanged(blocks.shape), dtype_from_name(dtype)
         self.in_order = not blocks.is_transposed
         self.slow_axis = len(self.shape) - 1 if blocks.is_transposed and len(self.shape) == 2 else 0
@@ -135,20 +134,22 @@ class Dequantized(LazyArray):
         axes = len(stored)
         part = Box(wanted.start[:axes], wanted.stop[:axes]) if math.prod(stored) > 1 else Box.whole(stored)
         found = self.scales.read(part)
-        if self.scales.entry.dtype in EXPONENTS:
+        dtype = name_of_dtype(self.scales.dtype)
+        if dtype in EXPONENTS:
             self._require_numbers(found.view(np.uint8), part)
         whole = None if self.whole is None else self.whole.read(Box.whole(self.whole.shape))
         factor = 1.0 if whole is None else float(whole.astype(np.float32).reshape(()))
-        return _Scales(found.reshape(wanted.shape), self.scales.entry.dtype, factor, self.blocks.divides)
+        return _Scales(found.reshape(wanted.shape), dtype, factor, self.blocks.divides)
 
     def _require_numbers(self, exponents: Array, box: Box) -> None:
         """Refuse the exponent that stands for no number."""
         bad = np.argwhere(exponents == _NO_NUMBER)
         if len(bad):
             index = [int(at) + start for at, start in zip(bad[0], box.start, strict=True)]
+            name = stored_leaves(self.scales)[0].name
             raise QuantizedError(
-                f"leaf {self.scales.name!r}: the scale at {index} is 255, which is no number; restore the file from "
-                "its origin, or pass dequant=False for the stored leaves"
+                f"leaf {name!r}: the scale at {index} is 255, which is no number; restore the file from its origin, or "
+                "pass dequant=False for the stored leaves"
             )
 
     def forget(self) -> None:
@@ -161,6 +162,15 @@ def dequantized_in(array: LazyArray) -> list[Dequantized]:
     if isinstance(array, Dequantized):
         return [array]
     return [found for inner in array.inners for found in dequantized_in(inner)]
+
+
+def undequantized(array: LazyArray) -> list[StoredLeaf]:
+    """List the stored leaves behind an array that are no part of a quantised weight."""
+    if isinstance(array, StoredLeaf):
+        return [array]
+    if isinstance(array, Dequantized):
+        return []
+    return list(dict.fromkeys(leaf for inner in array.inners for leaf in undequantized(inner)))
 
 
 class _Scales(NamedTuple):
@@ -229,8 +239,9 @@ def _multiply(
     height, width = (1, *blocks.block)[-2:]
     top, left = (0, *box.start)[-2:]
     *around, many, _ = (1, 1, *box.shape)
-    grid = (1, 1, *scales.stored.shape)
-    grids = np.broadcast_to(scales.stored.reshape(grid), (*grid[:2], *around[2:], *grid[-2:]))
+    spread = _each(scales.stored, box, blocks)
+    grid = (1, 1, *spread.shape)
+    grids = np.broadcast_to(spread.reshape(grid), (*grid[:2], *around[2:], *grid[-2:]))
     # Numbers around the box, which share a stored element with its first or last number, take the same scale.
     places = np.clip(np.arange(codes.shape[-1]) * per_byte + first, left, box.stop[-1] - 1)
     runs = _Runs.of(places // width - left // width)
@@ -245,6 +256,15 @@ def _multiply(
     return inside.reshape(box.shape) if len(box.shape) != 3 else inside
 
 
+def _each(scales: Array, box: Box, blocks: Blocks) -> Array:
+    """Return the scales of each matrix of a box, if several matrices share one."""
+    for axis, size in enumerate(blocks.block[:-2]):
+        if size > 1 and scales.shape[axis] > 1:
+            places = np.arange(box.start[axis], box.stop[axis]) // size
+            scales = scales.take(places - places[0], axis)
+    return scales
+
+
 def _empty(shape: tuple[int, int, int], dtype: np.dtype[Any], *, is_transposed: bool) -> Array:
     """Return memory for matrices. Transposed, the columns of each lie together."""
     count, rows, columns = shape
@@ -252,7 +272,7 @@ def _empty(shape: tuple[int, int, int], dtype: np.dtype[Any], *, is_transposed: 
 
 
 class _Runs(NamedTuple):
-    """Bytes of a row with one scale, run by run: the lengths of the first run and of all others but the last."""
+    """Bytes of a row with one scale, run by run: the lengths of the first run, and of runs between it and the last."""
 
     head: int
     width: int

@@ -35,7 +35,8 @@ class TreeSummary:
 
     dtypes    bytes by dtype, the largest first
     lines     one line for each leaf
-    origin    the rules and the checkpoints that the tree was made by
+    origin    the tool, the rules and the checkpoints that the tree was made by
+    parents   a line for each of these checkpoints
     problem   why the tree cannot be read; the other facts are then unknown
     """
 
@@ -49,6 +50,7 @@ class TreeSummary:
     lines: Sequence[LeafLine] = ()
     problem: str = ""
     origin: str = ""
+    parents: Sequence[str] = ()
 
     def facts(self) -> Iterator[tuple[str, str]]:
         """Yield pairs of a label and a text."""
@@ -58,6 +60,7 @@ class TreeSummary:
             yield "written by", written
         if self.origin:
             yield "origin", self.origin
+        yield from (("parent", parent) for parent in self.parents)
         if self.problem:
             yield "cannot be read", self.problem
             return

@@ -36,7 +36,8 @@ def _divide(a: Number, b: Number) -> Number:
 
 
 def _bf16(number: Number) -> float:
-    return float(np.float32(number).astype(ml_dtypes.bfloat16))
+    with np.errstate(over="ignore"):  # `_computed` refuses infinity
+        return float(np.float32(number).astype(ml_dtypes.bfloat16))
 
 
 _BINARY: dict[str, Callable[[Number, Number], Number]] = {

@@ -46,6 +46,7 @@ class StoredLeaf(LazyArray):
     """
 
     in_order = True
+    entry: LeafEntry
 
     def __init__(self, reader: LeafReader, name: str, entry: LeafEntry, *, keeps_small: bool = False) -> None:
         self.reader, self.name, self.entry = reader, name, entry
@@ -128,7 +129,7 @@ class Rearranged(LazyArray):
         self.parts = parts
         self._latest = next(iter(parts[0].sources.values()))
         self.shape, self.dtype = tuple(shape), self._latest.dtype
-        self.is_changed = self._latest.is_changed
+        self.is_changed, self.keeps_dtype = self._latest.is_changed, self._latest.keeps_dtype
 
     @property
     def in_order(self) -> bool:  # type: ignore[override]
@@ -201,6 +202,7 @@ class Shared(LazyArray):
     def __init__(self, inner: LazyArray) -> None:
         self.inner, self.inners = inner, [inner]
         self.shape, self.dtype, self.is_changed = inner.shape, inner.dtype, inner.is_changed
+        self.keeps_dtype = inner.keeps_dtype
         self.in_order, self.slow_axis = inner.in_order, inner.slow_axis
         self.readers = 1
         self._kept: dict[Box, tuple[Array, int]] = {}
@@ -303,7 +305,7 @@ class Resized(LazyArray):
     def __init__(self, inner: LazyArray, shape: Sequence[int]) -> None:
         self.inner, self.shape, self.dtype = inner, tuple(shape), inner.dtype
         self.inners = [inner]
-        self.is_changed = inner.is_changed
+        self.is_changed, self.keeps_dtype = inner.is_changed, inner.keeps_dtype
         self.in_order, self.slow_axis = inner.in_order, inner.slow_axis
 
     def read(self, box: Box) -> Array:
@@ -324,8 +326,10 @@ class Constant(LazyArray):
 
     in_order = True
 
-    def __init__(self, number: float, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
-        self.number, self.shape, self.dtype = number, tuple(shape), dtype
+    def __init__(
+        self, number: float, shape: Sequence[int], dtype: np.dtype[Any], *, keeps_dtype: bool = False
+    ) -> None:
+        self.number, self.shape, self.dtype, self.keeps_dtype = number, tuple(shape), dtype, keeps_dtype
 
     def read(self, box: Box) -> Array:
         return np.full(box.shape, self.number, self.dtype)
@@ -336,7 +340,7 @@ class Constant(LazyArray):
 
 def entry_of(array: LazyArray) -> LeafEntry:
     """Return the record of a stored leaf, or describe an array that is computed."""
-    if isinstance(array, StoredLeaf):
+    if array.entry is not None:
         return array.entry
     first = next(iter(stored_leaves(array)), None)
     return LeafEntry(name_of_dtype(array.dtype), array.shape, (), first.entry.home if first else "jax")
@@ -347,3 +351,11 @@ def stored_leaves(array: LazyArray) -> list[StoredLeaf]:
     if isinstance(array, StoredLeaf):
         return [array]
     return list(dict.fromkeys(leaf for inner in array.inners for leaf in stored_leaves(inner)))
+
+
+def decoded_together(array: LazyArray) -> int:
+    """Return the memory for the decoded chunks of a read. Most arrays read their leaves one after the other."""
+    if isinstance(array, StoredLeaf):
+        return array.decoded_nbytes
+    found = [decoded_together(inner) for inner in array.inners]
+    return sum(found) if array.is_read_together else max(found, default=0)

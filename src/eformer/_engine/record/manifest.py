@@ -23,7 +23,7 @@ from eformer._engine.record.dtypes import dtype_from_name
 from eformer._engine.record.fingerprints import fingerprint_of_value, recorded_fingerprint
 from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.names import Spellings, ambiguous, with_nearest
-from eformer._engine.record.origin import origin_text
+from eformer._engine.record.origin import origin_text, parent_lines
 from eformer._engine.record.outline import LeafLine
 from eformer._engine.record.owners import Owners  # noqa: TC001  msgspec evaluates it
 from eformer._engine.record.pieces import PIECE_BYTES
@@ -255,6 +255,7 @@ class TreeEntry(Shown, Struct, frozen=True, kw_only=True, dict=True):
             dtypes=dict(dtypes.most_common()),
             lines=lines,
             origin=origin_text(self.origin) if self.origin else "",
+            parents=[printable(line) for line in parent_lines(self.origin or {})],
         )
 
     def _shown(self) -> tuple[str, Sequence[TreeSummary], Sequence[str]]:

@@ -5,6 +5,7 @@ A rule becomes leaves, axes and steps, and knows no arrays. `docs/guides/renamin
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _MOST_DEPTH = 16  # of groups in groups
 _MOST_TEXTS = 3  # placeholders for text in a name: matching takes the square of its length or more with each
+_MOST_WORDS = 8  # placeholders of words in a name: words may begin alike, and matching tries all of them
 
 ONE = "1"
 REST = "..."
@@ -122,16 +124,30 @@ class LeafPattern:
 
 
 @dataclass(frozen=True, slots=True)
+class ScalesPattern:
+    """The leaf with the scales of quantised elements. `shared` has the elements along an axis that share a scale."""
+
+    text: str
+    leaf: LeafPattern
+    shared: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
 class ValueStep:
-    """A step that changes values: scale, add, pad, cast or fill."""
+    """A step that changes values: scale, add, pad, cast, fill or dequant."""
 
     verb: str
     number: Expression | None = None
     axis: str = ""
     dtype: str = ""
+    scales: ScalesPattern | None = None
 
     def __str__(self) -> str:
-        return " ".join(filter(None, [self.verb, self.axis, self.dtype, str(self.number or "")]))
+        words = (self.verb, self.axis, self.dtype, str(self.number or ""), str(self.scales or ""))
+        return " ".join(filter(None, words))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +164,18 @@ class AxisRule:
 
     def __str__(self) -> str:
         return f"{self.where}, {self.text}"
+
+    @property
+    def scales(self) -> ScalesPattern | None:
+        """Return the leaf with the scales, if the rule computes numbers from quantised elements."""
+        return self.steps[0].scales if self.steps else None
+
+    @property
+    def cannot_go_back(self) -> str:
+        """Tell why the rule cannot be read from right to left; "" if it can."""
+        if self.scales:
+            return "has dequant, and nothing is quantised on the way back"
+        return "" if self.is_two_way else "has -> and cannot be read from right to left"
 
     @property
     def literal(self) -> str:
@@ -366,10 +394,17 @@ def _leaf(name: str, axes: tuple[Axis, ...] | None, tied: LeafPattern | None = N
     texts = [part.name for part in parts if isinstance(part, TextHole)]
     if len(texts) > _MOST_TEXTS or len(set(texts)) < len(texts):
         raise FormatError(f"{name} has more than {_MOST_TEXTS} placeholders of text, or one twice")
+    if any(isinstance(a, NumberHole) and isinstance(b, NumberHole) for a, b in itertools.pairwise(parts)):
+        raise FormatError(
+            f"{name} has two numbers side by side, so that 12 could be 1 and 2; write text between them"
+        )
+    if sum(isinstance(part, WordHole) for part in parts) > _MOST_WORDS:
+        raise FormatError(f"{name} has more than {_MOST_WORDS} placeholders of words")
     return LeafPattern(name, parts, axes, tied)
 
 
-_STEPS = "scale X, add X, pad AXIS N, cast DTYPE, fill X"
+_STEPS = "scale X, add X, pad AXIS N, cast DTYPE, fill X, dequant NAME [AXES]"
+_SHARED = re.compile(r"([A-Za-z_]\w*)\s*/\s*([1-9][0-9]{0,9})(?!\w)", re.ASCII)
 
 
 def _parse_step(text: str) -> ValueStep:
@@ -380,7 +415,16 @@ def _parse_step(text: str) -> ValueStep:
         return ValueStep(verb, parse_expression(match[2]), axis=match[1])
     if verb == "cast" and rest:
         return ValueStep(verb, dtype=_dtype(rest))
+    if verb == "dequant" and (match := re.fullmatch(r"(.+?)\s*\[([^\[\]]*)\]", rest)):
+        return ValueStep(verb, scales=_parse_scales(rest.strip(), match[1].strip(), match[2]))
     raise FormatError(f"unknown step {text.strip()!r}; expected one of {_STEPS}")
+
+
+def _parse_scales(text: str, name: str, brackets: str) -> ScalesPattern:
+    if not _NAME.fullmatch(name):
+        raise FormatError(f"dequant: expected the name of a leaf, found {name[:40]!r}")
+    shared = tuple((axis, int(number)) for axis, number in _SHARED.findall(brackets))
+    return ScalesPattern(text, _leaf(name, parse_axes(_SHARED.sub(r"\1", brackets))), shared)
 
 
 def _dtype(text: str) -> str:
@@ -410,6 +454,8 @@ def _check(rule: AxisRule) -> None:
     if bool(fills) == bool(rule.left) or any(leaf.axes is None for leaf in rule.right if fills):
         raise FormatError("a constant leaf has nothing on the left, and axes and fill on the right")
     if fills:
+        if [step.verb for step in rule.steps] not in (["fill"], ["fill", "cast"]):
+            raise FormatError("fill is the first step, and only cast can follow it")
         return
     _check_brackets(rule)
     left, right = blocks_of(rule.left), blocks_of(rule.right)
@@ -436,9 +482,28 @@ def _check_brackets(rule: AxisRule) -> None:
         len(leaves) > 2 or rule.right[0].tied or rule.left[0].count > 1
     ):
         raise FormatError("`A or B` stands alone on the left, with one leaf on the right")
+    _check_scales(rule)
     for step in rule.steps:
         if step.verb == "pad" and not any(step.axis in (leaf.axes or ()) for leaf in rule.right):
             raise FormatError(f"pad: {step.axis} is not an axis of its own on the right")
+
+
+def _check_scales(rule: AxisRule) -> None:
+    if not any(step.scales for step in rule.steps):
+        return
+    (leaf, *more), scales = rule.left, rule.scales
+    if scales is None or any(step.scales for step in rule.steps[1:]):
+        raise FormatError("dequant is the first step, and stands once")
+    if more or leaf.axes is None or leaf.tied or leaf.count > 1:
+        raise FormatError("dequant needs one leaf on the left, with brackets and without +")
+    axes = [name for axis in leaf.axes for name in names_in(axis, 0)]
+    names = [name for axis in scales.leaf.axes or () for name in names_in(axis, 0)]
+    if scales.leaf.count > 1 or REST in names or len(set(names)) < len(names):
+        raise FormatError("dequant: the scales have each axis once, and neither + nor ...")
+    if unknown := [name for name in names if name not in axes]:
+        raise FormatError(f"dequant: {unknown[0]} is no axis between the brackets of {leaf}")
+    if set(scales.leaf.named()) - set(leaf.named()) or scales.leaf.texts - leaf.texts:
+        raise FormatError(f"dequant: {scales.leaf.text} has placeholders that {leaf.text} lacks")
 
 
 def _check_axes(left: LeafPattern, block: int, right: LeafPattern, other: int) -> None:

@@ -3,20 +3,23 @@
 An origin is a small JSON object, which a reader may ignore:
 
     rules      book, version, sha256 and layout of the rules, and the numbers of the model's config.json
-    parents    path, save_id and digest of each checkpoint that the tree was made from
-    tool       the call that wrote it: "load", "convert" or "export"
+    parents    path, save_id and digest of each checkpoint that the tree was made from; of a merge also its weight, or
+               "as": "lora"
+    left_out   the number of parents that are not recorded, because there are too many
+    tool       the call that wrote it: "load", "convert", "export" or "merge"
     version    the version of eformer
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from eformer._engine.record.digests import NO_DIGEST
-from eformer._engine.record.text import count, few, shortened
+from eformer._engine.record.text import count, shortened
 from eformer._version import __version__
 
 Origin = dict[str, Any]
@@ -28,6 +31,7 @@ _MOST_KEYS = 200  # of an object
 _MOST_TEXT = 500  # characters
 _MOST_LEVELS = 3  # of a configuration inside a configuration, such as text_config.rope_scaling
 _SCALARS = (str, int, float, bool, type(None))
+_BOOK = re.compile(r"[\w-]+/[\w-]+", re.ASCII)
 _LABELS = ("id2label", "label2id")  # of classifiers: long, and no numbers of a shape
 
 
@@ -51,13 +55,33 @@ def checked_origin(given: Mapping[str, Any] | None) -> Origin | None:
 
 
 def new_origin(tool: str, parents: Sequence[Origin], rules: Mapping[str, Any] | None = None) -> Origin:
-    """Return the origin of a tree that is made now."""
+    """Return the origin of a tree that is made now.
+
+    A few long paths or a long configuration must not fail a save: the rules go first, then the first parents.
+    """
     known = {"rules": dict(rules)} if rules else {}
     made: Origin = {**known, "parents": list(parents), "tool": tool, "version": __version__}
-    for field in ("rules", "parents"):  # a few long paths or a long configuration must not fail a save
-        if len(msgspec.json.encode(made)) > MOST_BYTES:
-            made.pop(field, None)
+    if _nbytes(made) > MOST_BYTES:
+        made.pop("rules", None)
+    if _nbytes(made) > MOST_BYTES:
+        kept = _last_that_fit(parents, MOST_BYTES - _MOST_TEXT)
+        made |= {"parents": kept, "left_out": len(parents) - len(kept)}
     return made
+
+
+def _nbytes(value: Any) -> int:
+    return len(msgspec.json.encode(value))
+
+
+def _last_that_fit(parents: Sequence[Origin], most: int) -> list[Origin]:
+    """Return as many of the last parents as fit into this many bytes."""
+    kept: list[Origin] = []
+    for parent in reversed(parents):
+        most -= _nbytes(parent) + 1
+        if most < 0:
+            break
+        kept.insert(0, parent)
+    return kept
 
 
 def parent_of(path: str, save_id: str, digest: str) -> Origin:
@@ -79,9 +103,12 @@ def rules_in(origin: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def book_in(origin: Mapping[str, Any]) -> str:
-    """Return the book of rules that gave the leaves their names, such as "qwen3/maxtext"; "" if none is recorded."""
+    """Return the book of rules that gave the leaves their names, such as "qwen3/maxtext"; "" if none is recorded.
+
+    A record comes with a checkpoint from anywhere: a path, or the text of rules, is no book.
+    """
     found = rules_in(origin).get("book")
-    return found if isinstance(found, str) else ""
+    return found if isinstance(found, str) and _BOOK.fullmatch(found) else ""
 
 
 def config_in(origin: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,15 +142,38 @@ def _trimmed(key: str, value: Any, level: int) -> Any:
     }
 
 
-def origin_text(origin: Mapping[str, Any]) -> str:
-    """Return an origin in one line, for display."""
-    rules = rules_in(origin)
-    book = " ".join(str(rules[name]) for name in ("book", "version") if rules.get(name))
+def parents_in(origin: Mapping[str, Any]) -> list[Origin]:
+    """Return the recorded parents. Any program may have written the record."""
     found = origin.get("parents")
-    parents = (
-        [str(one.get("path", "")) for one in found if isinstance(one, dict)]
-        if isinstance(found, list)
-        else []
-    )
-    parts = [f"rules {book}" if book else "", f"from {few(parents)}" if any(parents) else ""]
-    return ", ".join(filter(None, parts)) or count(len(origin), "field")
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+
+
+def origin_text(origin: Mapping[str, Any]) -> str:
+    """Return the tool and the rules of an origin in one line, for display."""
+    rules, tool = rules_in(origin), origin.get("tool")
+    book = " ".join(str(rules[name]) for name in ("book", "version") if rules.get(name))
+    by = f"{tool}, eformer {origin.get('version', '')}".rstrip() if isinstance(tool, str) and tool else ""
+    return ", ".join(filter(None, [by, f"rules {book}" if book else ""])) or count(len(origin), "field")
+
+
+def parent_lines(origin: Mapping[str, Any]) -> list[str]:
+    """Return a line for each parent, for display: its path, its weight in a merge, its save and its digest."""
+    lines = [_parent_text(parent) for parent in parents_in(origin)]
+    left_out = origin.get("left_out")
+    return [f"{left_out} earlier parents, not recorded", *lines] if _is_number(left_out) else lines
+
+
+def _is_number(found: Any) -> bool:
+    """Tell whether a value is a number that can be shown: a record may have an integer of a thousand digits."""
+    return isinstance(found, float) or (isinstance(found, int) and abs(found) < 2**63)
+
+
+def _parent_text(parent: Mapping[str, Any]) -> str:
+    weight = parent.get("weight")
+    named = (("as", "as"), ("save", "save_id"), ("digest", "digest"))
+    facts = [
+        str(parent.get("path") or "a checkpoint whose path is not recorded"),
+        f"weight {weight:.6g}" if _is_number(weight) else "",
+        *(f"{label} {parent[name]}" for label, name in named if parent.get(name)),
+    ]
+    return shortened(", ".join(filter(None, facts)), 2 * _MOST_TEXT)

@@ -37,8 +37,9 @@ class LazyArray:
 
     `in_order` tells whether reading a box of rows reads no more than the bytes of that box. `slow_axis` is the axis to
     split the array along, so that reading all boxes reads little more than the array once. `inners` are the arrays that
-    it is computed from. `keeps_dtype` tells that a rule has given it its dtype, which no `dtype=` changes,
-    `is_changed` that its values are computed.
+    it is computed from; `is_read_together` tells that a read takes a box of all of them at a time. `keeps_dtype` tells
+    that a rule has given it its dtype, which no `dtype=` changes, `is_changed` that its values are computed, and `how`
+    says it in words. `entry` is the record of the leaf that it is, or whose kind and sharding it keeps.
     """
 
     shape: tuple[int, ...]
@@ -47,6 +48,9 @@ class LazyArray:
     slow_axis: int = 0
     keeps_dtype: bool = False
     is_changed: bool = False
+    is_read_together: bool = False
+    how: str = ""
+    entry: LeafEntry | None = None
     inners: Sequence[LazyArray] = ()
 
     def read(self, box: Box) -> np.ndarray[Any, Any]:

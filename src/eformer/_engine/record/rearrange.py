@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,10 +19,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from eformer._engine.record.axes import Layout, all_names, lattice, size_of, solve
+from eformer._engine.record.dequant_step import dequantized_by, digits_of
 from eformer._engine.record.dtypes import dtype_from_name, is_floating, name_of_dtype
 from eformer._engine.record.lazy_arrays import Computed, Rearranged, Resized, Shared, SourceBlock
-from eformer._engine.record.notation import REST, blocks_of, names_in
+from eformer._engine.record.notation import REST, NumberHole, blocks_of, names_in
 from eformer._engine.record.templates import KnownSizes, Template
+from eformer._engine.record.text import few
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
@@ -49,6 +53,7 @@ class Pair(NamedTuple):
 
 
 _MOST_LEAVES = 2**20
+_TO_NUMBER = re.compile(r"\d")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,7 +121,9 @@ class ReadyRule:
         ]
         self.alternates = any(map(self._alternates, self.pairs))
         self.pads = {s.axis: s for s in rule.steps if s.verb == "pad"}
+        self.scales = Template(rule.scales.leaf, self.known) if rule.scales else None
         self.solved: dict[tuple[object, ...], Solved | str] = {}
+        self.divided: dict[int, Solved] = {}
         self.plans: dict[tuple[object, ...], Plan] = {}
 
     def _pairs(self) -> Iterator[Pair]:
@@ -148,10 +155,17 @@ class ReadyRule:
         )
         return ", ".join([*moved, *steps])
 
-    @property
+    @cached_property
+    def stacks_numbers(self) -> bool:
+        """Tell whether sources are stacked by numbers in their names, each of which is one axis."""
+        holes = [part for t in self.sources for part in t.leaf.parts if isinstance(part, NumberHole)]
+        stacked = {name for pair in self.pairs for name in pair.numbered}
+        return any(len(hole.digits) == 1 and hole.digits[0].axis in stacked for hole in holes)
+
+    @cached_property
     def moves_nothing(self) -> bool:
         """Tell whether all elements stay in their places."""
-        if len(self.pairs) != 1:
+        if len(self.pairs) != 1 or self.scales:
             return False
         (pair,) = self.pairs
         return (
@@ -189,12 +203,17 @@ class Assembly:
     """The targets of one stage.
 
     shapes   returns the shapes that leaves must have, by name, as far as they are known
+    find     returns a leaf by its name, for the scales of another; None if it is missing
     """
 
     def __init__(
-        self, numbers: Numbers, lines: Mapping[str, str], shapes: Callable[[], Mapping[str, tuple[int, ...]]]
+        self,
+        numbers: Numbers,
+        lines: Mapping[str, str],
+        shapes: Callable[[], Mapping[str, tuple[int, ...]]],
+        find: Callable[[str], LazyArray | None],
     ) -> None:
-        self.numbers, self.lines, self.shapes = numbers, lines, shapes
+        self.numbers, self.lines, self.shapes, self.find = numbers, lines, shapes, find
         self.targets: dict[str, Target] = {}
         self.problems: dict[str, None] = {}
 
@@ -204,12 +223,18 @@ class Assembly:
         """Take a leaf that matches a source of a rule."""
         if ready.back and ready.rule.steps:
             array = self._without_steps(ready, name, array)
-        if ready.alternates:
-            array = Shared(array)
         solved = self._solve(ready, number, bound, name, array)
         if isinstance(solved, str):
             self.problems[solved] = None
             return
+        if ready.scales:
+            try:
+                array, solved = self._dequantized(ready, bound, name, array, solved)
+            except FormatError as error:
+                self.problems[f"{ready.where}: {error}"] = None
+                return
+        if ready.alternates:
+            array = Shared(array)
         member = Member(name, array, solved)
         for pair_number, pair in ready.pairs_of[number]:
             index = tuple([bound[axis] for axis in pair.numbered])
@@ -219,9 +244,24 @@ class Assembly:
             except FormatError as error:
                 self.problems[f"{ready.where}: {error}"] = None
 
+    def _dequantized(
+        self, ready: ReadyRule, bound: Bound, name: str, array: LazyArray, solved: Solved
+    ) -> tuple[LazyArray, Solved]:
+        """Return quantised elements as numbers, and the axes of the result."""
+        assert ready.scales
+        assert ready.rule.scales
+        there = ready.scales.fill(bound)
+        if (found := self.find(there)) is None:
+            raise FormatError(f"{name} has no scales: {there} is missing")
+        numbers = dequantized_by(ready.rule.scales, name, array, solved.axes, solved.sizes, found)
+        known = ready.divided.get(id(solved))
+        if known is None:
+            known = ready.divided[id(solved)] = Solved(digits_of(solved.axes), solved.sizes, numbers.dtype)
+        return numbers, known
+
     @staticmethod
     def _chosen(pair: Pair, bound: Bound, sizes: Sizes) -> Iterator[Bound]:
-        """Yield what is bound, with each of the indices that a target is chosen by."""
+        """Yield the bound indices, with each index by which a target is chosen."""
         if not pair.chosen:
             yield bound
             return
@@ -397,6 +437,19 @@ class Assembly:
             except FormatError as error:
                 self.problems[str(error)] = None
 
+    def ragged(self) -> Iterator[str]:
+        """Yield a note for each rule that stacks fewer leaves in some of its targets than in others beside them."""
+        numbers = defaultdict[tuple[str, str], dict[int, str]](dict)
+        for name, target in self.targets.items():
+            if target.rule.stacks_numbers:
+                beside = _TO_NUMBER.split(target.first.name, maxsplit=1)[0]
+                for members in target.members.values():
+                    numbers[target.rule.where, beside].setdefault(len(members), name)
+        for (where, _), names in numbers.items():
+            if len(names) > 1:
+                found = few([f"{name} of {number}" for number, name in sorted(names.items())])
+                yield f"{where} stacks different numbers of leaves: {found}; some may be missing"
+
     def _made(self, name: str, target: Target) -> LazyArray:
         ready = target.rule
         if ready.moves_nothing:
@@ -410,8 +463,8 @@ class Assembly:
             chosen = {axis: target.bound[axis] for axis in ready.pairs[number].chosen}
             sources = {index: member.array for index, member in members.items()}
             parts.append(SourceBlock(plan.layouts[number], sources, chosen))
-        if len(parts) == 1 and parts[0].is_all:
-            return target.first.array
+        if len(parts) == 1 and parts[0].is_all and target.first.array.shape == plan.shape:
+            return target.first.array  # a first block has the places of the whole
         return Rearranged(parts, plan.shape)
 
     def _planned(self, name: str, target: Target) -> Plan:
@@ -440,7 +493,9 @@ class Assembly:
         by = f"{name}, by {target.rule.where}"
         if len(kinds) > 1:
             listed = " and ".join(sorted(f"{dtype} ({leaf})" for dtype, leaf in kinds.items())[:4])
-            raise FormatError(f"{by}: its sources must have one dtype, found {listed}")
+            raise FormatError(
+                f"{by}: its sources must have one dtype, found {listed}; convert the checkpoint with dtype= first"
+            )
         sizes: Sizes = {}
         origin: dict[str, Member] = {}
         for member in {id(member.solved): member for member in every}.values():
@@ -454,7 +509,11 @@ class Assembly:
         for number, members in target.members.items():
             for position, axis in enumerate(target.rule.pairs[number].numbered):
                 counted = max(index[position] for index in members) + 1
-                sizes[axis] = max(counted, target.rule.known.words.get(axis, 0))
+                told = target.rule.known.sizes.get(axis, 0)
+                sizes[axis] = max(counted, told)
+                if axis in self.lines and 0 < told < counted:
+                    last = members[max(members, key=lambda index: index[position])].name
+                    raise FormatError(f"{by}: {axis} is {told} by {self.lines[axis]}, and there is {last}")
         return sizes
 
     def _require_all(self, name: str, target: Target, sizes: Sizes, axes: Sequence[Axis]) -> None:
@@ -558,7 +617,7 @@ def _with_steps(array: LazyArray, target: Target, name: str) -> LazyArray:
     """Return an array with the values that the steps of a rule give it. Raise FormatError if a step does not fit."""
     ready = target.rule
     leaf = ready.targets[target.leaf].leaf
-    for step in ready.rule.steps:
+    for step in ready.rule.steps[1:] if ready.scales else ready.rule.steps:
         try:
             array = _with_step(step, array, ready, leaf, name)
         except FormatError as error:

@@ -28,7 +28,7 @@ from eformer._engine.record.regex_rules import (
     parse_regex_rule,
     sides_of,
 )
-from eformer._engine.record.rule_books import find_book, is_layout
+from eformer._engine.record.rule_books import find_book, is_layout, other_book
 from eformer._engine.record.stages import ModelFacts, Renamed, RuleText, StageRenaming
 from eformer.errors import FormatError, MismatchError
 
@@ -95,6 +95,18 @@ class RenamingRules:
         stages = [(text, stage) for text in self.texts if isinstance(text, RuleText) for stage in text.stages]
         return stages[::-1] if self.back else stages
 
+    def _notes(self, known: ModelFacts) -> Iterator[str]:
+        """Yield a note for each book that is of another family of models."""
+        kind = known.config.get("model_type")
+        for book in self.books if isinstance(kind, str) else ():
+            if other := other_book(book, str(kind)):
+                yield f"config.json is of a model {kind!r}, whose rules {other!r} differ from {book.name!r}"
+
+    @property
+    def have_book(self) -> bool:
+        """Tell whether a shipped book is among the texts."""
+        return any(isinstance(text, BookName) or text.book for text in self.texts)
+
     @property
     def books(self) -> list[Book]:
         return [text.book for text in self.texts if isinstance(text, RuleText) and text.book]
@@ -134,8 +146,9 @@ class RenamingRules:
             kept = renaming.still_kept(kept)
             is_first = number == 0 or stages[number - 1][0] is not text
             own = dict(renaming.kept) if is_first else renaming.still_kept(own)
-            _require_matched(own, text, stages[number + 1 :])
+            _require_matched(own, text, stages[number + 1 :], back=self.back)
         renamed.kept = [f"{name}{hint}" for name, hint in kept.items()]
+        renamed.notes += self._notes(known)
         _set_dtypes(renamed, known)
         return renamed
 
@@ -171,6 +184,11 @@ def _text_of(path: str | os.PathLike[str]) -> str:
         return Path(path).expanduser().read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise FormatError(f"{os.fspath(path)} is not a text file of rules: {error}") from error
+    except IsADirectoryError as error:
+        shown = os.fspath(path) or "rename="
+        raise FormatError(
+            f"{shown} is a directory or empty; expected rules: the name of a book, a file, or their text"
+        ) from error
 
 
 def _texts(items: Sequence[Any]) -> Iterator[RuleText | BookName]:
@@ -193,7 +211,7 @@ def _is_line(item: object) -> bool:
 def _named(item: str | os.PathLike[str], *, in_list: bool = False) -> RuleText | BookName:
     """Return the rules of a text, a file or a book."""
     if isinstance(item, str) and _is_text(item):
-        return _parsed(item.splitlines(), "rename", "")
+        return _parsed(item.removeprefix("\ufeff").splitlines(), "rename", "")
     if isinstance(item, str) and is_layout(item):
         return parse_book(item) if "/" in item else BookName(item)
     try:
@@ -257,10 +275,11 @@ def _line(where: str, given: Any) -> RegexRule | AxisRule | tuple[str, Expressio
 # ------------------------------------------------------------------------------------------ applying
 
 
-def _require_matched(kept: Mapping[str, str], text: RuleText, later: Sequence[_Stage]) -> None:
+def _require_matched(kept: Mapping[str, str], text: RuleText, later: Sequence[_Stage], *, back: bool) -> None:
     """Refuse leaves that no stage of a book matches, behind its last stage."""
     if text.book and kept and not (later and later[0][0] is text):
-        unmatched = [f"{name}: no rule of {text.book.name} matches{hint}" for name, hint in kept.items()]
+        book = f"{text.book.name}, read from right to left," if back else text.book.name
+        unmatched = [f"{name}: no rule of {book} matches{hint}" for name, hint in kept.items()]
         raise MismatchError(unmatched, context="rename")
 
 
@@ -311,7 +330,8 @@ def _set_dtypes(renamed: Renamed, known: ModelFacts) -> None:
     for name, array in renamed.arrays.items():
         is_changed = array.is_changed
         wanted = known.dtypes.get(name) or default
-        if not wanted or not (is_changed or known.back) or not is_floating(name_of_dtype(array.dtype)):
+        is_settled = not (is_changed or known.back) or (array.keeps_dtype and not known.back)
+        if not wanted or is_settled or not is_floating(name_of_dtype(array.dtype)):
             continue
         dtype = dtype_from_name(floating_dtype(wanted)) if is_floating(wanted) else array.dtype
         if dtype != array.dtype:

@@ -118,6 +118,17 @@ def find_book(name: str, model_type: str | None = None) -> Book:
     return _composed(family, file, layout)
 
 
+def other_book(book: Book, model_type: str) -> str | None:
+    """Return the name of the book of this layout for a model type, if it has other rules than the given book."""
+    family, _, layout = book.name.partition("/")
+    here, there = _serving(family), _serving(model_type)
+    if there is None or here is there or not _has(there, layout):
+        return None
+    other = _composed(model_type, there, layout)
+    is_same = book.text.splitlines()[1:] == other.text.splitlines()[1:]  # behind the title
+    return None if is_same else other.name
+
+
 def is_layout(name: str) -> bool:
     """Tell whether a name is the layout of some book, such as "maxtext", or the name of a book."""
     if "/" not in name:
@@ -126,6 +137,11 @@ def is_layout(name: str) -> bool:
 
 
 def _without_family(layout: str) -> Book:
+    if (file := _serving(layout)) is not None and not is_layout(layout):
+        named = ", ".join(
+            f"{layout}/{each}" for each in dict.fromkeys((*_files()[_GENERIC].layouts, *file.layouts))
+        )
+        raise NotFoundError(f"{layout!r} is a family of models; name a layout of it as well: {named}")
     known = [name for name in book_names() if name.endswith(f"/{layout}")]
     if not known:
         raise NotFoundError(_unknown(layout, "", layout, None))

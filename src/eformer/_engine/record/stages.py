@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eformer._engine.record.boxes import Box
-from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.dtypes import dtype_from_name, is_floating, name_of_dtype
 from eformer._engine.record.expressions import Expression, Numbers
 from eformer._engine.record.lazy_arrays import Constant
 from eformer._engine.record.names import nearest, readable
+from eformer._engine.record.notation import AxisRule
+from eformer._engine.record.pieces import pieces
 from eformer._engine.record.rearrange import Assembly, ReadyRule, fits
 from eformer._engine.record.regex_rules import RegexRule, Stacking, fill, number_of, renamed_leaves, stack
 from eformer._engine.record.templates import Template, outline_of
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     import re
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from eformer._engine.record.notation import AxisRule
     from eformer._engine.record.planned import LazyArray
+    from eformer._engine.record.rearrange import Target
     from eformer._engine.record.rule_books import Book
     from eformer._engine.record.templates import Bound
 
@@ -51,6 +52,11 @@ class Tied:
     name: str
     array: LazyArray
     other: str
+    other_array: LazyArray
+
+    @property
+    def difference(self) -> float:
+        return largest_difference(self.array, self.other_array)
 
 
 @dataclass(slots=True)
@@ -82,26 +88,27 @@ class Renamed:
             f"{tied.name} is not the embedding, {tied.other} (max difference {difference:.2g}); set "
             "tie_word_embeddings to false in config="
             for tied in self.tied
-            if tied.other in self.arrays
-            and (difference := largest_difference(tied.array, self.arrays[tied.other]))
+            if (difference := tied.difference)
         ]
         if problems:
             raise MismatchError(problems, context="rename")
 
 
 def largest_difference(one: LazyArray, other: LazyArray) -> float:
-    """Return the largest difference of two arrays, read row by row; infinity if a NaN is in one of them alone."""
+    """Return the largest difference of two arrays, read part by part; infinity if a NaN is in one of them alone."""
     if one.shape != other.shape:
         return np.inf
-    rows = max(1, 2**22 // max(1, Box.whole(one.shape[1:]).size))
     worst = 0.0
-    for start in range(0, one.shape[0], rows):
-        box = Box((start, *(0 for _ in one.shape[1:])), (min(start + rows, one.shape[0]), *one.shape[1:]))
-        a, b = (array.read(box).astype(np.float32) for array in (one, other))
+    for box in pieces(one.shape, _WIDE.itemsize, _COMPARED_BYTES):
+        a, b = (array.read(box).astype(_WIDE) for array in (one, other))
         unequal = (a != b) & ~(np.isnan(a) & np.isnan(b))
         distances = np.abs(a[unequal] - b[unequal])
         worst = max(worst, float(np.where(np.isnan(distances), np.inf, distances).max(initial=0)))
     return worst
+
+
+_WIDE = np.dtype(np.float64)
+_COMPARED_BYTES = 2**25
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +157,16 @@ class StageRenaming:
         self.is_book = text.book is not None
         self.numbers = Numbers(text.lets, known.config)
         self.kept: dict[str, str] = {}
+        self.spelled: dict[str, str] = {}
         self.renamed = Renamed()
         self.problems: list[str] = []
         self.used: set[str] = set()
         self.stacks: dict[str, list[Stacking]] = {}
         self.taken: set[str] = set()
-        self.assembly = Assembly(self.numbers, text.lines, shapes)
+        self.assembly = Assembly(self.numbers, text.lines, shapes, self.scales_at)
         self.ways = list(self._ways())
+        self.has_tied = any(way.is_tied for way in self.ways)
+        self.has_templates = any(way.template is not None for way in self.ways)
         self._by_outline: dict[str, list[_Way]] = {}
 
     def _ways(self) -> Iterator[_Way]:
@@ -184,6 +194,8 @@ class StageRenaming:
 
     def ways_for(self, name: str) -> list[_Way]:
         """Return the ways that may match a name. Names that differ in digits alone share them."""
+        if not self.has_templates:
+            return self.ways
         outline = outline_of(name)
         found = self._by_outline.get(outline)
         if found is None:
@@ -194,26 +206,50 @@ class StageRenaming:
     # -------------------------------------------------------------------------------------- leaves
 
     def apply(self, arrays: Mapping[str, LazyArray], plain: Iterable[str]) -> Renamed:
-        self.arrays = arrays  # to look for leaves that others stand for
+        self.arrays = arrays  # to look for leaves in whose place other leaves are read
+        scales = self.scales_in(arrays)
         for name, array in arrays.items():
-            self.add_leaf(name, array)
+            if name not in scales:
+                self.add_leaf(name, array)
         for name in plain:
             self.add_leaf(name, None)
         for new, members in self.stacks.items():
             self.add_stack(new, members)
         self.add_targets()
         self.problems += self.assembly.problems
+        self.renamed.notes += self.assembly.ragged()
         if self.problems:
             raise MismatchError(self.problems, context="rename")
         self.add_hints()
         return self.renamed
+
+    def scales_in(self, arrays: Mapping[str, LazyArray]) -> set[str]:
+        """Return the names of leaves that are the scales of other leaves by a rule.
+
+        They belong to the other leaves, and no rule has to name them.
+        """
+        if self.known.back or not any(isinstance(rule, AxisRule) and rule.scales for rule in self.stage):
+            return set()
+        self.spelled = {readable(name): name for name in arrays}
+        found = set[str]()
+        for text, name in self.spelled.items():
+            for way in self.ways_for(text):
+                if isinstance(way.rule, ReadyRule) and way.template and way.rule.scales:
+                    bound = way.template.match(text)
+                    if bound is not None and fits(way.template.leaf.axes, arrays[name]):
+                        found.add(self.spelled.get(way.rule.scales.fill(bound), ""))
+        return found
+
+    def scales_at(self, name: str) -> LazyArray | None:
+        return self.arrays.get(self.spelled.get(readable(name), ""))
 
     def add_leaf(self, name: str, array: LazyArray | None) -> None:
         near = None
         text = readable(name)
         for spelled in (name,) if text == name else (name, text):
             ways = self.ways_for(spelled)
-            self.stand_in(ways, name, spelled, array)
+            if self.has_tied:
+                self.stand_in(ways, name, spelled, array)
             for way in ways:
                 if way.template is None:
                     if self.take_by_regex(way.rule, name, text, array):
@@ -277,12 +313,10 @@ class StageRenaming:
         self.used.add(ready.where)
         if not ready.targets:
             self.renamed.left_out.append(name)
-        elif self.known.back and not ready.rule.is_two_way:
-            self.problems.append(
-                f"{ready.where} has -> and cannot be read from right to left; write <->, or leave it out of the way "
-                "back"
-            )
-        elif array is None or (ready.moves_nothing and not ready.rule.steps):
+        elif self.known.back and (why := ready.rule.cannot_go_back):
+            advice = "" if ready.rule.scales else "write <->, or "
+            self.problems.append(f"{ready.where} {why}; {advice}leave it out of the way back")
+        elif array is None or (ready.moves_nothing and not ready.rule.steps and not ready.tied):
             self.add(ready.targets[0].fill(bound), name, array)
         else:
             self.assembly.add(ready, way.number, bound, name, array)
@@ -292,10 +326,15 @@ class StageRenaming:
         step = ready.rule.steps[0]
         assert step.number
         number = self.numbers.require(step.number)
+        casts = [dtype_from_name(s.dtype) for s in ready.rule.steps if s.verb == "cast"]
         for name, shape in self.assembly.add_constants(ready):
-            dtype = dtype_from_name(self.known.dtypes.get(name, "float32"))
-            casts = [dtype_from_name(s.dtype) for s in ready.rule.steps if s.verb == "cast"]
-            self.add(name, name, Constant(number, shape, casts[-1] if casts else dtype), str(step))
+            dtype = casts[-1] if casts else dtype_from_name(self.known.dtypes.get(name, "float32"))
+            if is_floating(name_of_dtype(dtype)) or np.asarray(number).astype(dtype) == number:
+                self.add(name, name, Constant(number, shape, dtype, keeps_dtype=bool(casts)), str(step))
+            else:
+                self.problems.append(
+                    f"{ready.where}: {name} is {dtype}, which does not hold the number of `{step}`"
+                )
 
     def add_stack(self, new: str, members: Sequence[Stacking]) -> None:
         *before, last = members[0].rule.steps
@@ -306,12 +345,21 @@ class StageRenaming:
             self.problems.append(f"{new!r}, by {members[0].rule}: {error}")
 
     def add_targets(self) -> None:
-        for name, target, array in self.assembly.make():
-            ready = target.rule
-            if ready.tied and self.known.back and self.known.in_config("tie_word_embeddings"):
-                self.renamed.tied.append(Tied(target.first.name, array, ready.tied.fill(target.bound)))
-            else:
-                self.add(name, target.first.name, array, ready.described)
+        is_tied = self.known.back and self.known.in_config("tie_word_embeddings")
+        made = list(self.assembly.make())
+        for name, target, array in made:
+            if not (is_tied and target.rule.tied):
+                self.add(name, target.first.name, array, target.rule.described)
+        for name, target, array in made:
+            if is_tied and target.rule.tied:
+                self.add_tied(name, target, target.rule.tied.fill(target.bound), array)
+
+    def add_tied(self, name: str, target: Target, other: str, array: LazyArray) -> None:
+        """Leave a leaf out if the leaf that it is tied to is there."""
+        if other in self.renamed.arrays:
+            self.renamed.tied.append(Tied(target.first.name, array, other, self.renamed.arrays[other]))
+        else:
+            self.add(name, target.first.name, array, target.rule.described)
 
     def add(self, new: str, old: str, array: LazyArray | None, transform: str = "") -> None:
         renamed = self.renamed

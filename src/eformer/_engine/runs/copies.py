@@ -94,7 +94,7 @@ class Shelf:
                 self._news.notify_all()
 
     def clear(self) -> None:
-        """Forget all parts: an epoch begins, and no process reads those from before."""
+        """Forget all parts: an epoch begins, and no process reads earlier parts."""
         with self._news:
             self._places, self._newest = {}, None
 

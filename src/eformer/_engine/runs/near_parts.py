@@ -109,7 +109,7 @@ class Where(msgspec.Struct):
 
 
 def where_parts_are(held: Sequence[Held], is_of_run: Callable[[NearStep], bool]) -> Where:
-    """Return where the near steps of the run are, of those that all processes can read."""
+    """Return the places of the near steps of the run that all processes can read."""
     names = list(dict.fromkeys(one.host for one in held))
     found: dict[NearStep, dict[int, list[list[int]]]] = {}
     for process, one in enumerate(held):

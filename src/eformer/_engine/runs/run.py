@@ -257,8 +257,8 @@ class Run:
             self._job.set_position(data, chosen, loaded.entry.metadata)
             self._go_on(chosen.number, agreed, skipped)
             if self._origin is None:  # rules give the leaves other names than the recorded ones
-                self._origin = loaded.report.origin if request.rename else loaded.entry.origin
-        if not return_report and (request.partial or request.rename):
+                self._origin = loaded.report.origin if request.by_rules else loaded.entry.origin
+        if not return_report and (request.partial or request.by_rules):
             log_differences(f"{self.path}: step {chosen.number}", loaded.report)
         return Resumed(loaded.tree, chosen.number, skipped, loaded.report)
 

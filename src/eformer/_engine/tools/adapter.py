@@ -151,9 +151,14 @@ def _complete(config: Config, leaves: Sequence[AdapterLeaf]) -> None:
 
 def _rank_of(leaf: AdapterLeaf, config: Config) -> Any:
     """Return the rank of a leaf in the configuration, as PEFT finds it; None if the configuration has none."""
-    patterns = config.get("rank_pattern") or {}
-    found = (rank for key, rank in patterns.items() if _matches(rf"(.*\.)?({key})", leaf.name.module))
-    return next(found, config.get("r"))
+    return setting_of(config, "rank_pattern", "r", leaf.name.module)
+
+
+def setting_of(config: Mapping[str, Any], patterns: str, default: str, module: str) -> Any:
+    """Return a setting of a module: the first of the patterns that matches its name, else the default."""
+    by_pattern = config.get(patterns) or {}
+    found = (value for key, value in by_pattern.items() if _matches(rf"(.*\.)?({key})", module))
+    return next(found, config.get(default))
 
 
 def _matches(pattern: str, module: str) -> bool:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
+
+from eformer._engine.record.dtypes import floating_dtype
 
 Config = dict[str, Any]
 
@@ -69,7 +72,9 @@ def without_dtype(config: Mapping[str, Any]) -> Config:
 
 
 def dtype_in(config: Mapping[str, Any]) -> str | None:
-    """Return the dtype of the weights that a configuration names; None without one."""
+    """Return the dtype of the weights that a configuration names; None without one, or with an unknown one."""
     found = (setting(config, key) for key in _DTYPES)
-    name = next((value for value in found if isinstance(value, str)), None)
-    return None if name is None else name.removeprefix("torch.")
+    name = next((value for value in found if isinstance(value, str)), "").removeprefix("torch.")
+    with suppress(ValueError):
+        return floating_dtype(name)
+    return None

@@ -14,7 +14,7 @@ from eformer._engine.record.boxes import Box
 from eformer._engine.record.dequantized import dequantized_in
 from eformer._engine.record.dtypes import floating_dtype, is_floating
 from eformer._engine.record.indexes import MEMORY
-from eformer._engine.record.lazy_arrays import StoredLeaf, entry_of, stored_leaves
+from eformer._engine.record.lazy_arrays import entry_of, stored_leaves
 from eformer._engine.record.manifest import UNREADABLE
 from eformer._engine.record.names import join_name, names_below, refuse_root, resolve, split_name
 from eformer._engine.record.origin import Origin, new_origin, rules_in
@@ -163,7 +163,7 @@ def plan_tree(
         require_structure(converted.structure, [*names, *converted.raw_values])
         _leave_out_functions(converted, target)
     converted.notes += [f"left out: {name}, which scales activations" for name in view.scales_left_out]
-    converted.notes += _losses(converted, target)
+    converted.notes += [*view.notes, *_losses(converted, target)]
     converted.origin = converted_origin(view, settled)
     converted.notes += settled.notes if settled else ()
     return converted
@@ -172,7 +172,7 @@ def plan_tree(
 def converted_origin(view: View, settled: ModelRules | None) -> Origin:
     """Return the origin of a tree that is converted by these rules."""
     record = rules_in(view.tree.origin or {}) if settled is None else settled.record
-    return new_origin("convert", [view.as_parent], record)
+    return new_origin(view.tool, view.parents, record)
 
 
 def _select(
@@ -236,7 +236,7 @@ def _leave_out_functions(tree: ConvertedTree, target: TargetFormat) -> None:
 
 def source_of(name: str, array: LazyArray, cast: str | None = None) -> Source:
     """Return a leaf to be written, under a name and perhaps cast to another floating dtype."""
-    entry, is_whole = entry_of(array), isinstance(array, StoredLeaf)
+    entry, is_whole = entry_of(array), array.entry is not None
     whole = Box.whole(array.shape)
     dtype = cast if cast and is_floating(entry.dtype) and not array.keeps_dtype else entry.dtype
     is_unchanged = is_whole and dtype == entry.dtype
@@ -342,14 +342,14 @@ def _describe_array(tree: ConvertedTree, source: Source) -> ConvertedLeaf:
     ((_, array),) = source.parts
     nbytes = source.itemsize * Box.whole(source.shape).size
     stored = stored_leaves(array)
-    changes = [tree.transforms.get(source.name, "")]
+    changes = [array.how, tree.transforms.get(source.name, "")]
     if dequantized_in(array):
         changes.append(f"dequantised from {stored[0].entry.dtype}")
     elif stored and stored[0].entry.dtype != source.dtype:
         changes.append(f"from {stored[0].entry.dtype}")
     what, origins = (
         f"{source.dtype}{list(source.shape)}",
-        tuple(leaf.name for leaf in stored) or (source.name,),
+        tuple(dict.fromkeys(leaf.name for leaf in stored)) or (source.name,),
     )
     return ConvertedLeaf(source.name, what, nbytes, origins, ", ".join(filter(None, changes)))
 

@@ -24,9 +24,10 @@ from eformer._engine.formats.quantized import dtype_of_dequant
 from eformer._engine.formats.run_steps import path_of_step
 from eformer._engine.formats.safetensors.names import SUFFIX, refuse_other_suffix
 from eformer._engine.processes.hosts import Hosts
+from eformer._engine.record.dequantized import undequantized
 from eformer._engine.record.digests import xxh3_128
 from eformer._engine.record.division import parse_part
-from eformer._engine.record.lazy_arrays import StoredLeaf, stored_leaves
+from eformer._engine.record.lazy_arrays import StoredLeaf, decoded_together, stored_leaves
 from eformer._engine.record.options import SaveOptions
 from eformer._engine.record.origin import config_in
 from eformer._engine.record.text import count, few, size
@@ -73,7 +74,7 @@ from eformer._version import __version__
 from eformer.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from eformer._engine.formats.found import Found
     from eformer._engine.formats.model_config import ModelConfig
@@ -156,8 +157,8 @@ def convert(
     card             for to="hf": write README.md
     progress         True for a progress bar, or a function of the bytes done and the total
     dequant          a floating dtype, such as "bf16": converts the weights of a quantised model to numbers of this
-                     dtype, see `docs/guides/from-hugging-face.md`. False converts its leaves as they are stored; None
-                     raises a `QuantizedError` for such a model
+                     dtype, see `docs/guides/from-hugging-face.md`. False converts its leaves as they are stored. None
+                     takes the dtype of the configuration if `rename` is a book, and otherwise raises a `QuantizedError`
     part             for independent jobs: "7/64" writes part 7 of 64, numbered from 0, to a hidden directory beside the
                      destination. A part that is complete is checked and not written again. See
                      `docs/guides/larger-than-a-machine.md`
@@ -233,17 +234,14 @@ def convert_opened(
     names = None if keys is None else (keys,) if isinstance(keys, str) else tuple(keys)
     with ExitStack() as stack:
         found, views = opening(stack)
-        left_out = found.left_out(prefix)
-        if left_out and not allow_missing:
-            number = count(len(left_out), "file")
-            raise FormatError(
-                f"{os.fspath(source)}: {number} would be lost, which may hold leaves: {few(left_out)}. Pass "
-                "allow_missing=True to convert the rest"
-            )
+        left_out = left_out_of(found, prefix, source, allow_missing=allow_missing)
         model = None if like is None else open_model(like, stack)
         numbers = None if target == "peft" else settings
         settled = _settle_rules(rename, back, found, views, model, numbers, target)
         rules = settled.rules if settled else None
+        if dequant is None and settled and found.foreign.find_quantized and settled.dtype_of_numbers:
+            for view in views.values():
+                view.read_as_numbers(settled.dtype_of_numbers)
         choice = LeafChoice(root, rules, names, *_facts_for_rules(settled, model, target))
         cast = None if target == "hf" else dtype  # an export gives each tensor the dtype that `like` has
         with gc_paused():
@@ -389,24 +387,42 @@ def _check_items(trees: Mapping[str, ConvertedTree]) -> None:
         )
 
 
+def left_out_of(
+    found: Found, prefix: str | None, source: str | os.PathLike[str], *, allow_missing: bool
+) -> tuple[str, ...]:
+    """Return the files that are not read and may hold leaves. Refuse them unless some may be missing."""
+    left_out = found.left_out(prefix)
+    if left_out and not allow_missing:
+        number = count(len(left_out), "file")
+        raise FormatError(
+            f"{os.fspath(source)}: {number} would be lost, which may hold leaves: {few(left_out)}. Pass "
+            "allow_missing=True to convert the rest"
+        )
+    return left_out
+
+
 def _require_numbers(found: Found, trees: Iterable[ConvertedTree]) -> None:
     """Refuse quantised leaves: without their scales they are not the numbers of the model."""
-    find_quantized = found.foreign.find_quantized
     for tree in trees:
         arrays = (array for source in tree.sources for _, array in source.parts)
-        taken = {leaf.name for array in arrays for leaf in stored_leaves(array)}
-        if tree.view.has_numbers:
-            tree.view.refuse_problems(taken)
-        elif find_quantized and (quantization := find_quantized(tree.view.tree)):
-            refuse_raw(quantization, found.path, taken)
+        require_numbers(found, tree.view, {leaf.name for array in arrays for leaf in undequantized(array)})
+
+
+def require_numbers(found: Found, view: View, taken: Collection[str]) -> None:
+    """Refuse quantised leaves among the stored leaves of these names."""
+    find_quantized = found.foreign.find_quantized
+    if view.has_numbers:
+        view.refuse_problems(taken)
+    elif find_quantized and (quantization := find_quantized(view.tree)):
+        refuse_raw(quantization, found.path, taken)
 
 
 def _budget(memory: int | None, trees: Mapping[str, ConvertedTree], target: TargetFormat) -> int:
     """Compute how many bytes of elements may be in memory together, and set the threads that decode large chunks."""
     sources = [source for tree in trees.values() for source in tree.sources]
     taken = resident_bytes() + _RESERVE + _PER_LEAF.get(target, _PER_LEAF_ELSE) * len(sources)
-    stored = [leaf for source in sources for _, array in source.parts for leaf in stored_leaves(array)]
-    largest = max((leaf.decoded_nbytes for leaf in stored), default=0)
+    arrays = [array for source in sources for _, array in source.parts]
+    largest = max(map(decoded_together, arrays), default=0)
     least = taken + max(_LEAST, math.ceil(_DECODING * largest))
     if memory is None:
         memory = max(taken + _DEFAULT_MEMORY, least)
@@ -417,7 +433,7 @@ def _budget(memory: int | None, trees: Mapping[str, ConvertedTree], target: Targ
             f"{size(taken)}{chunk}; allow at least {size(least)}"
         )
     budget = (memory - taken) // 2
-    for leaf in stored:
+    for leaf in (leaf for array in arrays for leaf in stored_leaves(array)):
         if decoded := leaf.decoded_nbytes:
             leaf.threads = min(default_threads(), max(1, budget // (2 * decoded)))
     return budget
@@ -636,8 +652,9 @@ def _save(
 ) -> SaveType:
     hosts, view = Hosts(), converted.view
     # Name the program that first wrote the checkpoint, before any conversion.
-    writer = re.sub(r".*converted from ", "", view.tree.written_by) or view.format
-    written_by = f"eformer {__version__}, converted from {writer}"
+    writer = re.sub(r".*(?:converted|merged) from ", "", view.tree.written_by) or view.format
+    verb = "merged" if view.tool == "merge" else "converted"
+    written_by = f"eformer {__version__}, {verb} from {writer}"
     metadata = view.tree.raw_metadata if converted.keeps_metadata else {}
     entry = new_entry(written_by, converted.structure, metadata, converted.raw_values, converted.origin)
     if converted.adapter_config:

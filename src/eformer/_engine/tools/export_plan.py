@@ -282,7 +282,6 @@ class _Plan:
         """Give each floating tensor its dtype: of the caller, else of `like`, else of the configuration."""
         asked = None if self.wish.dtype is None else floating_dtype(self.wish.dtype)
         default = dtype_in(self.config)
-        default = floating_dtype(default) if default else None
         for name, source in self.leaves.items():
             if is_floating(source.dtype):
                 like = self.expected.get(name)
@@ -353,7 +352,7 @@ class _Plan:
                 parameters=sum(math.prod(source.shape) for source in sources),
                 nbytes=sum(source.itemsize * math.prod(source.shape) for source in sources),
                 dtype=self.dtype or "integers",
-                steps=card_lines(self.tree.view.tree.origin or {}, self.tree.view.as_parent, base),
+                steps=card_lines(self.tree.view.tree.origin or {}, self.tree.view.parents, base),
             )
         )
 
@@ -373,13 +372,12 @@ class _Plan:
         tree.structure, tree.raw_values = structure, {}
         # A model is published: metrics, positions in data and paths of this machine are not for everybody.
         tree.keeps_metadata = False
-        tree.origin = new_origin("export", self._parents())
+        tree.origin = new_origin("merge" if tree.view.tool == "merge" else "export", self._parents())
         tree.notes += self.notes
 
     def _parents(self) -> list[dict[str, Any]]:
-        """Describe the checkpoint that is exported, without a path that only this machine can read."""
-        parent = published_parent(self.tree.view.as_parent)
-        return [parent] if parent else []
+        """Describe the checkpoints that are exported, without paths that only this machine can read."""
+        return [parent for parent in map(published_parent, self.tree.view.parents) if parent]
 
 
 _HEAD_NAME = "lm_head.weight"
@@ -422,4 +420,7 @@ def _array(source: Source) -> LazyArray:
 
 def _json(value: Any) -> bytes:
     """Return JSON as transformers writes it: sorted, indented by two, with a line break at the end."""
-    return f"{json.dumps(value, indent=_INDENT, sort_keys=True)}\n".encode()
+    try:
+        return f"{json.dumps(value, indent=_INDENT, sort_keys=True)}\n".encode()
+    except TypeError as error:
+        raise ValueError(f"config= has values that are not JSON: {error}; pass plain values") from error

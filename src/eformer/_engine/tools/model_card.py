@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from eformer._engine.record.origin import book_in, rules_in
-from eformer._engine.record.text import size
+from eformer._engine.record.text import few, size
 from eformer._version import __version__
 
 if TYPE_CHECKING:
@@ -86,15 +86,18 @@ def _head(facts: CardFacts) -> Iterator[str]:
     yield "library_name: transformers"
 
 
-def card_lines(origin: Mapping[str, Any], parent: Mapping[str, Any], like: str) -> list[str]:
+def card_lines(origin: Mapping[str, Any], parents: Sequence[Mapping[str, Any]], like: str) -> list[str]:
     """Return the lines about how the weights were made. Paths of this machine stay out of a card that is published.
 
     origin    the origin of the tree that is exported
-    parent    the checkpoint that has the tree
+    parents   the checkpoint that has the tree, or the checkpoints that are merged
     """
-    name = f"{match[0]}, " if (match := _STEP.search(str(parent.get("path", "")))) else ""
-    digest = f" from {name}a checkpoint with the digest {parent['digest']}" if parent.get("digest") else ""
-    lines = [f"Exported by eformer {__version__}{digest}."]
+    known = [_parent_words(parent) for parent in parents if parent.get("digest")]
+    lines = [f"Exported by eformer {__version__}{f' from {known[0]}' if known else ''}."]
+    if len(parents) > 1:
+        lines = [
+            f"Merged by eformer {__version__} from {len(parents)} checkpoints{': ' * bool(known)}{few(known)}."
+        ]
     if book := book_in(origin):
         version = f", version {rules_in(origin)['version']}" if rules_in(origin).get("version") else ""
         lines.append(f"Names and layouts by the rules {book}{version}, read backwards.")
@@ -102,3 +105,9 @@ def card_lines(origin: Mapping[str, Any], parent: Mapping[str, Any], like: str) 
         lines.append(f"Configuration and tokenizer are those of {like}.")
     lines.append("`manifest.json` has a digest of every piece of the weights: `eformer verify` checks them.")
     return lines
+
+
+def _parent_words(parent: Mapping[str, Any]) -> str:
+    """Describe a checkpoint without its path, which may be of this machine."""
+    name = f"{match[0]}, " if (match := _STEP.search(str(parent.get("path", "")))) else ""
+    return f"{name}a checkpoint with the digest {parent['digest']}"

@@ -15,7 +15,6 @@ import msgspec
 
 from eformer._engine.formats.find import look_at
 from eformer._engine.formats.model_config import model_config, read_config
-from eformer._engine.record.dtypes import floating_dtype
 from eformer._engine.record.lazy_arrays import entry_of
 from eformer._engine.record.names import readable
 from eformer._engine.record.values import MALFORMED_JSON, json_decoder
@@ -154,7 +153,7 @@ def _weights(url: str, dtype: str, stack: ExitStack) -> View | None:
 
     def opened(found: Found) -> View:
         prefix = _MAIN if _MAIN in found.trees and len(found.trees) > 1 else None
-        return stack.enter_context(View(found, prefix, dequant=floating_dtype(dtype)))
+        return stack.enter_context(View(found, prefix, dequant=dtype))
 
     try:
         return look_at(url, opened)

@@ -182,7 +182,7 @@ def nodes_of(structure: Any) -> Iterator[Any]:
 
 
 def require_structure(structure: Any, names: Iterable[str]) -> None:
-    """Raise MismatchError unless the structure has exactly these leaves: others would be lost on the way."""
+    """Raise MismatchError unless the structure has exactly these leaves: further leaves would be lost on the way."""
     counted = Counter(node for node in nodes_of(structure) if isinstance(node, str))
     expected = set(names)
     problems = [f"missing leaf {name!r}" for name in counted.keys() - expected]

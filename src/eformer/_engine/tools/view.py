@@ -6,7 +6,7 @@ import builtins
 import operator
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,6 +15,7 @@ import numpy as np
 from eformer._engine.formats.dense import DenseTree, dense_tree, marks_in, refuse_problems
 from eformer._engine.formats.find import look_at, signer_of, was_replaced
 from eformer._engine.formats.model_config import given_config, model_config
+from eformer._engine.formats.model_rules import ModelRules, model_rules
 from eformer._engine.formats.nested_names import nested_spelled
 from eformer._engine.formats.quantized import dtype_of_dequant, quantization_of
 from eformer._engine.formats.run_steps import path_of_step
@@ -28,7 +29,7 @@ from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.lazy_arrays import StoredLeaf, entry_of
 from eformer._engine.record.manifest import Leaves, parse_structure, with_entries
 from eformer._engine.record.names import Spellings, ambiguous, with_nearest
-from eformer._engine.record.origin import Origin, parent_of
+from eformer._engine.record.origin import Origin, config_in, parent_of
 from eformer._engine.record.rename import refuse_transformed_keys, rules_from
 from eformer._engine.record.values import value_from_json
 from eformer._engine.stores.cache import caching
@@ -146,8 +147,8 @@ def open(  # noqa: A001
     trees. Elements come as stored; with `dequant`, a floating dtype such as "bf16", the weights of a quantised model
     come as numbers, see `load`. Otherwise they lack their scales. `cache` keeps bytes from a bucket on the disk. With
     `signed_by`, a public key, bytes that its owner has not signed raise an error. Of a run, `step` is the number of
-    another step than the newest, or "best". `rename` gives the leaves the names and the layout of rules, which `back`
-    reads from right to left; `config` is the model's config.json for them, see `load`.
+    another step than the newest, or "best". `rename` gives the leaves the names and the layout of rules; `back` reads
+    these rules, or the recorded rules, from right to left; `config` is the model's config.json for them, see `load`.
 
     Example:
 
@@ -156,13 +157,42 @@ def open(  # noqa: A001
         ...     step = view["step"]  # a plain value
         ...     params = view["params"]  # a subtree: a dict of its leaves by name
     """
-    if rename is None and (back or config is not None):
-        raise ValueError("back= and config= are for the rules of rename=")
+    if rename is None and not back and config is not None:
+        raise ValueError("config= is for the rules of rename=, or of back=True")
     dtype = dtype_of_dequant(dequant)
-    rules = None if rename is None else rules_from(rename, back=back)
-    numbers = None if config is None else given_config(config)
+    wish = _Wish(
+        dtype,
+        is_stored=dequant is False,
+        rules=None if rename is None else rules_from(rename),
+        back=back,
+        config=None if config is None else given_config(config),
+    )
     signer = None if signed_by is None else public_key(signed_by)
-    return _opened(path, prefix, cache, signer, step, dtype, rules, numbers)
+    return _opened(path, prefix, cache, signer, step, wish)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """The form in which a caller wants the leaves. With `is_stored`, quantised leaves stay as they are stored."""
+
+    dequant: str | None = None
+    is_stored: bool = False
+    rules: RenamingRules | None = None
+    back: bool = False
+    config: Mapping[str, Any] | None = None
+
+    def settled(self, found: Found, tree: TreeEntry) -> ModelRules | None:
+        """Return the rules for a tree, with the configuration of its model: of the caller, recorded, or beside it."""
+        given, recorded = self.config, config_in(tree.origin or {})
+        beside = [lambda: recorded, lambda: model_config(found.store)]
+        configs = beside if given is None else [lambda: given]
+        return model_rules(self.rules, back=self.back, origin=tree.origin, configs=configs, path=found.path)
+
+    def dtype_of(self, found: Found, settled: ModelRules | None) -> str | None:
+        """Return the dtype of quantised weights as numbers: by the caller, or by a book. None leaves them stored."""
+        if self.is_stored or self.dequant or settled is None or found.foreign.find_quantized is None:
+            return self.dequant
+        return settled.dtype_of_numbers
 
 
 class View(Shown, Mapping[str, Any]):
@@ -182,6 +212,9 @@ class View(Shown, Mapping[str, Any]):
         (2, 2)
     """
 
+    tool = "convert"  # which makes a new checkpoint of the view
+    notes: Sequence[str] = ()  # for the result of that tool
+
     def __init__(
         self,
         found: Found,
@@ -190,15 +223,13 @@ class View(Shown, Mapping[str, Any]):
         *,
         holds: bool = True,
         dequant: str | None = None,
-        rules: RenamingRules | None = None,
-        config: Mapping[str, Any] | None = None,
+        settled: ModelRules | None = None,
     ) -> None:
         self._found, self._path, self._asked, self._prefix = found, found.path, prefix, prefix or ""
         self._tree = found.tree(prefix)
         self._entries: Mapping[str, LeafEntry] = Leaves(self._tree)
         self._cache, self._is_open = cache, True
-        self._dequant, self._others = dequant, dict[int, View]()
-        self._rules, self._config = rules, config
+        self._dequant, self._settled, self._others = dequant, settled, dict[int, View]()
         self._quantized: Quantization | None = None
         self._numbers: DenseTree | None = None
         self._files = found.files(self._tree)
@@ -208,14 +239,16 @@ class View(Shown, Mapping[str, Any]):
                     n for n, file in enumerate(self._tree.files) if file.nbytes > file.header_nbytes
                 )
             if dequant is not None:
-                self._read_as_numbers(dequant)
-            if rules:
-                self._rename(rules, model_config(found.store) if config is None else config)
+                self.read_as_numbers(dequant)
+            if settled:
+                self._rename(settled.rules, settled.config)
         except BaseException:
             self.close()
             raise
 
-    def _read_as_numbers(self, dtype: str) -> None:
+    def read_as_numbers(self, dtype: str) -> None:
+        """Read quantised weights as numbers of a dtype from now on."""
+        self._dequant = dtype
         find = self._found.foreign.find_quantized or partial(quantization_of, self._found.store)
         self._quantized = find(self._tree)
         if self._quantized is not None:
@@ -326,6 +359,11 @@ class View(Shown, Mapping[str, Any]):
         return parent_of(self._path, self._tree.save_id, self._found.manifest.digest)
 
     @property
+    def parents(self) -> Sequence[Origin]:
+        """Describe the checkpoints that a conversion of this view is made from."""
+        return [self.as_parent]
+
+    @property
     def format(self) -> str:
         """The format of the checkpoint."""
         return self._found.manifest.format
@@ -368,8 +406,10 @@ class View(Shown, Mapping[str, Any]):
     def __reduce__(self) -> Any:
         """Pickle as a path: the copy opens the files again, in this process or another."""
         signed_by = self._found.signed_by
-        others = (self._dequant, self._rules, self._config)
-        return _opened, (self._path, self._asked, self._cache, signed_by, None, *others)
+        wish = _Wish(self._dequant, is_stored=self._dequant is None)
+        if settled := self._settled:
+            wish = replace(wish, rules=settled.rules, back=settled.rules.back, config=settled.config)
+        return _opened, (self._path, self._asked, self._cache, signed_by, None, wish)
 
     def _shown(self) -> tuple[str, Sequence[TreeSummary], Sequence[str]]:
         tree = self._tree if self._numbers is None else with_entries(self._tree, self._entries)
@@ -415,6 +455,9 @@ def open_incomplete(path: str | os.PathLike[str], *, prefix: str | None = None) 
     return look_at(path, lambda found: View(found, prefix, holds=False))
 
 
+_AS_STORED = _Wish()
+
+
 @uninterrupted
 def _opened(
     path: str | os.PathLike[str],
@@ -422,12 +465,11 @@ def _opened(
     cache: Cached = None,
     signed_by: Verifier | None = None,
     step: StepChoice = None,
-    dequant: str | None = None,
-    rules: RenamingRules | None = None,
-    config: Mapping[str, Any] | None = None,
+    wish: _Wish = _AS_STORED,
 ) -> View:
     def opened(found: Found) -> View:
-        view = View(found, prefix, cache, dequant=dequant, rules=rules, config=config)
+        settled = wish.settled(found, found.tree(prefix))
+        view = View(found, prefix, cache, dequant=wish.dtype_of(found, settled), settled=settled)
         try:
             view.refuse_problems()
         except BaseException:

@@ -116,7 +116,7 @@ class Digester:
         self.is_right: bool | None = None
 
     def is_ready(self, *programs: Future[Any]) -> bool:
-        """Tell whether these programs and those of every digest are compiled, and digest as xxhash does."""
+        """Tell whether these programs and the programs of every digest are compiled, and digest as xxhash does."""
         needed = (self.empty, self.accumulate, *programs)
         if not all(made.done() and made.exception() is None for made in needed):
             return False

@@ -40,7 +40,7 @@ def _compiling(lower: Callable[..., Any], arguments: tuple[Any, ...], device: An
 
     def run() -> None:
         try:
-            # Both settings are those of a thread, and this one has the defaults.
+            # Both settings belong to a thread, and this one has the defaults.
             with jax.default_device(device), _enable_x64(x64):
                 made.set_result(lower(*arguments).compile())
         except BaseException as error:  # noqa: BLE001  raised by the thread that waits, if one does

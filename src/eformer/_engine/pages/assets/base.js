@@ -5,6 +5,7 @@
 //
 //   summary    {kind: "checkpoint", title, path, format, writer, saved_at, leaves, values, params, nbytes, files,
 //              dtypes: [{dtype, leaves, nbytes, params}], metadata: {name: text}, verification: {state, text},
+//              origin: [[label, text]],
 //              health: {nan, inf, zero}, has_values (or "on demand"), left_out, notes, signed_by, made_by, made_at,
 //              against?: {title, path, saved_at, format}, run?: {title, href, steps: [number], against: number or null}}
 //   changes    null, or {counts: {same, changed, added, removed, unknown, became}, became: [{path, ...change}],

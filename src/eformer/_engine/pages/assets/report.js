@@ -55,6 +55,7 @@
         h("section.map", { "aria-labelledby": "map-title" },
           h("div.bar", h("h2", { id: "map-title" }, "Bytes"), map.crumbs, h("label.choice", "colour ", map.choice)), map.map),
         section,
+        origin(summary),
         metadata(summary),
         footer(summary)));
     app.removeAttribute("aria-busy");
@@ -207,6 +208,9 @@
       ["size", `${bytes(row.nbytes)}, ${percent(row.nbytes / Math.max(1, summary.nbytes))} of all`], ["dtypes", h("span.mono", eformer.visible(row.dtypes.filter(Boolean).join(", ")))],
       row.special ? ["NaN or Inf", count(row.special), "warn"] : null, row.damaged ? ["damage", "has damaged leaves", "bad"] : null,
       row.change ? ["largest change", eformer.changeText(row.change)] : null])];
+
+  const origin = (summary) => summary.origin?.length ? h("section.meta", { "aria-labelledby": "origin-title" }, h("h2", { id: "origin-title" }, "Origin"),
+    h("dl.facts", summary.origin.map(([label, text]) => [h("dt", h("bdi", eformer.visible(label))), h("dd.mono", h("bdi", eformer.visible(text)))]))) : null;
 
   const metadata = (summary) => Object.keys(summary.metadata).length ? h("section.meta", { "aria-labelledby": "meta-title" }, h("h2", { id: "meta-title" }, "Metadata"),
     h("dl.facts", Object.entries(summary.metadata).map(([name, value]) => [h("dt", h("bdi", eformer.visible(name))), h("dd.mono", h("bdi", eformer.visible(value)))]))) : null;
