@@ -183,19 +183,23 @@ def convert_in(
     part, commit = arguments.pop("part", None), arguments.pop("commit", False)
     if part is not None and commit:
         raise ValueError("part= and commit= are two calls: write all parts, then commit")
-    how = _How(crew, None if part is None else parse_part(part), commit)
+    how = How(crew, None if part is None else parse_part(part), commit)
     step, prefix, dequant = (arguments.get(name) for name in ("step", "prefix", "dequant"))
     opening = partial(_open, source, step, prefix, dtype_of_dequant(dequant))
     return convert_opened(opening, source, destination, how=how, **arguments)
 
 
 @dataclass(frozen=True, slots=True)
-class _How:
-    """How to divide a conversion: among the processes of a crew, or in parts that jobs write and one job commits."""
+class How:
+    """How to divide a conversion: among the processes of a crew, or in parts that jobs write and one job commits.
+
+    `detail` tells conversions apart whose leaves are computed differently, such as merges with other weights.
+    """
 
     crew: Crew | None = None
     part: Portion | None = None
     commit: bool = False
+    detail: str = ""
 
 
 def convert_opened(
@@ -221,7 +225,7 @@ def convert_opened(
     card: bool = True,
     progress: Progress = None,
     dequant: Any = None,
-    how: _How | None = None,
+    how: How | None = None,
 ) -> Conversion:
     """Convert the trees that `opening` opens. The arguments are those of `convert`."""
     place = _place_of(destination)
@@ -259,8 +263,9 @@ def convert_opened(
         conversion = summarize(source if step is None else found.path, destination, target, trees, left_out)
         budget = _budget(memory, trees, target)
         if not dry_run:
-            work = _Work(place, target, trees, budget, max_shard_bytes, files, conversion)
-            _carry_out(work, how or _How(), progress)
+            how = how or How()
+            work = _Work(place, target, trees, budget, max_shard_bytes, files, conversion, how.detail)
+            _carry_out(work, how, progress)
     return conversion
 
 
@@ -453,6 +458,7 @@ class _Work:
     max_shard_bytes: int | None
     files: ModelFiles | None
     conversion: Conversion
+    detail: str = ""
 
     @property
     def options(self) -> SaveOptions:
@@ -468,18 +474,25 @@ class _Work:
         read = [
             (
                 prefix,
-                tree.view.as_parent,
+                list(tree.view.parents),
                 tree.view.tree.files,
                 tree.view.tree.raw_metadata,
                 (tree.raw_values, tree.structure, tree.origin, tree.adapter_config),
             )
             for prefix, tree in self.trees.items()
         ]
-        made = [self.target, self.place.name, self.max_shard_bytes, self.conversion.leaves, __version__]
+        made = [
+            self.target,
+            self.place.name,
+            self.max_shard_bytes,
+            self.conversion.leaves,
+            self.detail,
+            __version__,
+        ]
         return xxh3_128(msgspec.json.encode([read, made], enc_hook=repr))
 
 
-def _carry_out(work: _Work, how: _How, progress: Progress) -> None:
+def _carry_out(work: _Work, how: How, progress: Progress) -> None:
     where = work.place.where
     can_divide = work.target in ("safetensors", "zarr", "hf", "peft") and where is not None
     if (how.part or how.commit) and not can_divide:
