@@ -62,6 +62,7 @@ from eformer._engine.tools.convert_parts import (
     alone_for_all,
     commit_parts,
     convert_part,
+    convert_to_bucket,
     convert_together,
 )
 from eformer._engine.tools.export_plan import ExportWish, plan_model
@@ -182,19 +183,23 @@ def convert_in(
     part, commit = arguments.pop("part", None), arguments.pop("commit", False)
     if part is not None and commit:
         raise ValueError("part= and commit= are two calls: write all parts, then commit")
-    how = _How(crew, None if part is None else parse_part(part), commit)
+    how = How(crew, None if part is None else parse_part(part), commit)
     step, prefix, dequant = (arguments.get(name) for name in ("step", "prefix", "dequant"))
     opening = partial(_open, source, step, prefix, dtype_of_dequant(dequant))
     return convert_opened(opening, source, destination, how=how, **arguments)
 
 
 @dataclass(frozen=True, slots=True)
-class _How:
-    """How to divide a conversion: among the processes of a crew, or in parts that jobs write and one job commits."""
+class How:
+    """How to divide a conversion: among the processes of a crew, or in parts that jobs write and one job commits.
+
+    `detail` tells conversions apart whose leaves are computed differently, such as merges with other weights.
+    """
 
     crew: Crew | None = None
     part: Portion | None = None
     commit: bool = False
+    detail: str = ""
 
 
 def convert_opened(
@@ -220,7 +225,7 @@ def convert_opened(
     card: bool = True,
     progress: Progress = None,
     dequant: Any = None,
-    how: _How | None = None,
+    how: How | None = None,
 ) -> Conversion:
     """Convert the trees that `opening` opens. The arguments are those of `convert`."""
     place = _place_of(destination)
@@ -258,8 +263,9 @@ def convert_opened(
         conversion = summarize(source if step is None else found.path, destination, target, trees, left_out)
         budget = _budget(memory, trees, target)
         if not dry_run:
-            work = _Work(place, target, trees, budget, max_shard_bytes, files, conversion)
-            _carry_out(work, how or _How(), progress)
+            how = how or How()
+            work = _Work(place, target, trees, budget, max_shard_bytes, files, conversion, how.detail)
+            _carry_out(work, how, progress)
     return conversion
 
 
@@ -452,6 +458,7 @@ class _Work:
     max_shard_bytes: int | None
     files: ModelFiles | None
     conversion: Conversion
+    detail: str = ""
 
     @property
     def options(self) -> SaveOptions:
@@ -467,18 +474,25 @@ class _Work:
         read = [
             (
                 prefix,
-                tree.view.as_parent,
+                list(tree.view.parents),
                 tree.view.tree.files,
                 tree.view.tree.raw_metadata,
                 (tree.raw_values, tree.structure, tree.origin, tree.adapter_config),
             )
             for prefix, tree in self.trees.items()
         ]
-        made = [self.target, self.place.name, self.max_shard_bytes, self.conversion.leaves, __version__]
+        made = [
+            self.target,
+            self.place.name,
+            self.max_shard_bytes,
+            self.conversion.leaves,
+            self.detail,
+            __version__,
+        ]
         return xxh3_128(msgspec.json.encode([read, made], enc_hook=repr))
 
 
-def _carry_out(work: _Work, how: _How, progress: Progress) -> None:
+def _carry_out(work: _Work, how: How, progress: Progress) -> None:
     where = work.place.where
     can_divide = work.target in ("safetensors", "zarr", "hf", "peft") and where is not None
     if (how.part or how.commit) and not can_divide:
@@ -488,7 +502,12 @@ def _carry_out(work: _Work, how: _How, progress: Progress) -> None:
             f"{work.conversion.destination} {problem}; convert by one process, or by the processes of a launcher"
         )
     crew = how.crew
-    if crew is not None and not can_divide:
+    is_bucket = (
+        isinstance(work.place, _Destination) and where is None and not work.place.name.endswith(SUFFIX)
+    )
+    if crew is not None and is_bucket and work.target in ("safetensors", "zarr"):
+        convert_to_bucket(_divided(work), crew, progress)
+    elif crew is not None and not can_divide:
         doing = f"converts to {work.conversion.destination}"
         alone_for_all(partial(_convert_alone, work), crew, progress, doing)
     elif crew is not None:
@@ -511,9 +530,8 @@ def _divided(work: _Work) -> DividedWork:
     """Return the conversion with a save for each tree, which is committed when all parts are there."""
     place, views = work.place, [tree.view for tree in work.trees.values()]
     assert isinstance(place, _Destination)
-    assert place.where is not None
     saves: dict[str, SaveOfParts] = {}
-    around = LocalStore(place.where.parent)
+    around = place.around if place.where is None else LocalStore(place.where.parent)
     for prefix, tree in work.trees.items():
         store, name = (around.at(place.name), WEIGHTS) if work.target == "peft" else (around, place.name)
         saves[prefix] = _save(work, store, name, prefix, tree, SaveOfParts)
@@ -527,7 +545,7 @@ def _divided(work: _Work) -> DividedWork:
         return _small_leaves_read(views[number], sources, work.budget // 4)
 
     return DividedWork(
-        place.where,
+        place.where or work.conversion.destination,
         work.identity,
         list(saves.values()),
         work.budget,
@@ -695,14 +713,14 @@ class _Destination:
         store = store_at(path)
         self.where = where.absolute() if (where := on_disk(store)) else None
         self._store = store if self.where is None else LocalStore(self.where)
-        self._around, self.name = self._store.parent()
+        self.around, self.name = self._store.parent()
         if self.name in ("", ".."):
             raise ValueError(f"{os.fspath(path)!r} does not name a file or directory to create")
 
     def require_free(self, nbytes: int) -> None:
         """Raise if the destination exists, or if the disk has less space than `nbytes`."""
         where = self.where
-        is_taken = self._around.kind(self.name) is not None if where is None else not _is_free(where)
+        is_taken = self.around.kind(self.name) is not None if where is None else not _is_free(where)
         if is_taken:
             raise FileExistsError(
                 f"{where or self._store.url} already exists; a conversion creates a new checkpoint: choose another path"
@@ -728,9 +746,9 @@ class _Destination:
         elif in_files:
             with tempfile.TemporaryDirectory(prefix="eformer-convert-") as folder:
                 yield LocalStore(Path(folder)), self.name
-                _upload(Path(folder), self._around)
+                _upload(Path(folder), self.around)
         else:
-            yield self._around, self.name
+            yield self.around, self.name
 
 
 class _HubDestination:

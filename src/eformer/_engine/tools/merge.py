@@ -21,7 +21,7 @@ from eformer._engine.record.merged_arrays import WeightedSum
 from eformer._engine.record.names import names_below, resolve
 from eformer._engine.record.text import count, few, shortened
 from eformer._engine.tasks.interrupts import uninterrupted
-from eformer._engine.tools.convert import convert_opened, left_out_of, require_numbers
+from eformer._engine.tools.convert import How, convert_opened, left_out_of, require_numbers
 from eformer._engine.tools.lora import add_lora, lora_settings
 from eformer._engine.tools.view import View
 from eformer.errors import MismatchError, NotFoundError
@@ -138,6 +138,7 @@ def merge(
         allow_missing=allow_missing,
         progress=progress,
         dequant=dequant,
+        how=How(detail=repr((paths, plan))),
     )
 
 
