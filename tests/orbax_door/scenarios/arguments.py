@@ -1,7 +1,5 @@
 """The classes of `ocp.args`: their fields, their checks, and the results that come back in a Composite."""
 
-import copy
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +45,6 @@ def composite(ocp, root):
     yield "delete", outcome(lambda: it.__delitem__("a"))
     yield "_items", sorted(it._items)
     yield "text", str(ocp.args.Composite(a=1))
-    yield "copy", copy.copy(it)
 
 
 @scenario
@@ -62,11 +59,13 @@ def composite_names(ocp, root):
 @scenario
 def composite_operators(ocp, root):
     one, two = ocp.args.Composite(a=1, b=2), ocp.args.Composite(b=2, c=4)
-    yield "and", one & {"b"}
-    yield "and list", outcome(lambda: one & ["a", "z"])
+    yield "and", outcome(lambda: one & two)
+    yield "and others", outcome(lambda: ocp.args.Composite(a=1, b=2) & ocp.args.Composite(b=3))
+    yield "and a set", outcome(lambda: one & {"b"})
     yield "or", outcome(lambda: one | two)
     yield "or other", outcome(lambda: ocp.args.Composite(a=1) | ocp.args.Composite(a=2))
-    yield "or dict", outcome(lambda: one | {"z": 1})
+    yield "or nothing", outcome(lambda: one | ocp.args.Composite())
+    yield "or a dict", outcome(lambda: one | {"z": 1})
     yield "unpacked", ocp.args.Composite(**one, z=1)
 
 
@@ -215,10 +214,19 @@ def random_keys(ocp, root):
 
 @scenario
 def nested_composite(ocp, root):
-    """Some programs give a Composite as an item of a Composite."""
+    """Some programs give a Composite as an item of a Composite. With several items Orbax has a race, so it may retry."""
     args = ocp.args
-    inner = args.Composite(jax=args.JaxRandomKeySave(jax.random.key(1)), json=args.JsonSave({}))
-    yield "saved", _both(ocp, root, inner)
+    one = args.Composite(jax=args.JaxRandomKeySave(jax.random.key(1)))
+    both = args.Composite(jax=args.JaxRandomKeySave(jax.random.key(1)), json=args.JsonSave({}))
+    for name, inner in {"one": one, "both": both}.items():
+        tries = (_both(ocp, root, inner, name=f"{name}{number}") for number in range(20))
+        yield name, next((each for each in tries if each.error is None), None)
+
+
+@scenario
+def save_args_with_a_class_as_dtype(ocp, root):
+    rule = {"a": ocp.SaveArgs(dtype=jnp.bfloat16)}
+    yield "saved", _both(ocp, root, ocp.args.PyTreeSave({"a": jnp.arange(8.0)}, rule), ocp.args.PyTreeRestore())
 
 
 @scenario
@@ -231,8 +239,9 @@ def pytree_texts(ocp, root):
 @scenario(tail={name: {"name": name} for name in ("float16", "bfloat16", "int32", "chunks", "all")})
 def save_args(ocp, root, name):
     given = {
-        "float16": {"dtype": jnp.float16}, "bfloat16": {"dtype": jnp.bfloat16}, "int32": {"dtype": np.int32},
-        "chunks": {"chunk_byte_size": 64}, "all": {"dtype": jnp.float16, "chunk_byte_size": 64},
+        "float16": {"dtype": np.dtype("float16")}, "bfloat16": {"dtype": jnp.dtype("bfloat16")},
+        "int32": {"dtype": np.dtype("int32")}, "chunks": {"chunk_byte_size": 64},
+        "all": {"dtype": np.dtype("float16"), "chunk_byte_size": 64},
     }[name]  # fmt: skip
     tree = {"a": jnp.arange(8.0), "b": np.arange(8.0), "n": 3}
     rule = jax.tree.map(lambda _: ocp.SaveArgs(**given), tree)
