@@ -90,6 +90,16 @@ def without_a_base_class(ocp, root):
         def restore(self, directory, item=None, args=None):
             return (directory / "x.txt").read_text()
 
+        def close(self):
+            pass
+
+        def finalize(self, directory):
+            pass
+
+        @classmethod
+        def typestr(cls):
+            return "mine.Bare"
+
     @ocp.args.register_with_handler(Bare, for_save=True)
     @dataclasses.dataclass
     class Save(ocp.args.CheckpointArgs):
@@ -287,9 +297,9 @@ def registry(ocp, root):
 def composite_of_handlers(ocp, root):
     args = ocp.args
     handler = ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler(), config=ocp.JsonCheckpointHandler())
-    path = _path(root)
-    yield "save", outcome(handler.save, path, args=args.Composite(state=args.PyTreeSave(small()), config=args.JsonSave({"a": 1})))
-    yield "finalize", outcome(handler.finalize, path)
+    path = root / "it"
+    with ocp.Checkpointer(handler) as it:
+        it.save(path, args=args.Composite(state=args.PyTreeSave(small()), config=args.JsonSave({"a": 1})))
     yield "all", outcome(handler.restore, path)
     yield "none asked", outcome(handler.restore, path, args=args.Composite())
     yield "some", outcome(handler.restore, path, args=args.Composite(config=args.JsonRestore()))
@@ -302,9 +312,9 @@ def composite_of_handlers(ocp, root):
 def composite_by_names(ocp, root):
     args = ocp.args
     handler = ocp.CompositeCheckpointHandler("state", "config")
-    path = _path(root)
-    handler.save(path, args=args.Composite(state=args.StandardSave(small()), config=args.JsonSave({})))
-    handler.finalize(path)
+    path = root / "it"
+    with ocp.Checkpointer(handler) as it:
+        it.save(path, args=args.Composite(state=args.StandardSave(small()), config=args.JsonSave({})))
     yield "all", outcome(handler.restore, path)
     again = ocp.CompositeCheckpointHandler()
     yield "by another", outcome(again.restore, path)
