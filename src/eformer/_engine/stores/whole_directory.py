@@ -30,7 +30,7 @@ _NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 class WholeDirectory:
-    """A new directory for the place `final`. `path` is the directory until then, `token` its name for other processes."""
+    """A new directory for the place `final`: `path` is the directory until then, `token` its name for others."""
 
     def __init__(self, final: Path, token: str = "") -> None:
         self.final = final

@@ -13,7 +13,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from eformer.compat.orbax._install import install
+from eformer.compat.orbax._install import install as install
 
 # The public names by their modules.
 _NAMES = {
@@ -47,7 +47,7 @@ _MODULES = (
     *("transform_utils", "tree", "type_handlers", "utils", "v1", "version"),
 )
 _AROUND = {
-    "experimental": "v1 is `orbax.v1`; emergency and replicator managers stay with Orbax: Run(near=) keeps steps on hosts",
+    "experimental": "v1 is `orbax.v1`; for emergency managers, Run(near=) keeps steps on hosts",
     "msgpack_utils": "use eformer.pytree",
     "aggregate_handlers": "eformer has one format for all trees",
     "serialization": "eformer stores leaves itself",

@@ -14,16 +14,28 @@ from eformer.compat.orbax._alike import Alike
 class CheckpointArgs(Alike):
     """The base of arguments of saves and restores."""
 
-    alike = ("CheckpointArgs",)
+    alike: tuple[str, ...] = ("CheckpointArgs",)
 
 
-class Composite(CheckpointArgs, Mapping[str, Any]):
-    """Arguments or results by the names of items: `it["state"]` or `it.state`. It cannot be changed.
+# Python asks objects for these, and takes an AttributeError for a no.
+_ASKED = (
+    "__deepcopy__",
+    "__copy__",
+    "__getstate__",
+    "__setstate__",
+    "__jax_array__",
+    "__array__",
+    "__wrapped__",
+)
+
+
+class Composite(Alike, Mapping[str, Any]):
+    """Anything by the names of items: `it["state"]` or `it.state`. It cannot be changed.
 
     An item whose name is also the name of a method, such as "keys", is only found by `it["keys"]`.
     """
 
-    alike = ("Composite", "CompositeArgs")
+    alike = ("Composite",)
 
     _items: dict[str, Any]
 
@@ -39,8 +51,8 @@ class Composite(CheckpointArgs, Mapping[str, Any]):
         return self._items[key]
 
     def __getattr__(self, key: str) -> Any:
-        if key.startswith("__"):
-            raise AttributeError(key)  # copy and pickle ask for such names
+        if key in _ASKED:
+            raise AttributeError(key)
         return self[key]
 
     def __setattr__(self, key: str, value: Any) -> None:
@@ -56,10 +68,10 @@ class Composite(CheckpointArgs, Mapping[str, Any]):
         return key in self._items
 
     def __and__(self, other: Any) -> Composite:
-        return type(self)(**{key: value for key, value in self.items() if key in other})
+        return Composite(**{key: value for key, value in self.items() if key in other})
 
     def __or__(self, other: Any) -> Composite:
-        return type(self)(**{**self._items, **dict(other.items())})
+        return Composite(**{**self._items, **dict(other.items())})
 
     def __reduce__(self) -> Any:
         return _make, (type(self), self._items)
@@ -82,3 +94,9 @@ class Composite(CheckpointArgs, Mapping[str, Any]):
 
 def _make(kind: type[Composite], items: dict[str, Any]) -> Composite:
     return kind(**items)
+
+
+class CompositeArgs(Composite, CheckpointArgs):  # type: ignore[misc]
+    """Arguments, or restored values, by the names of items."""
+
+    alike = ("CompositeArgs",)

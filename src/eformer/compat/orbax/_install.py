@@ -38,7 +38,13 @@ _ELSEWHERE = {
     "_src.serialization.type_handlers": "type_handlers",
     "_src.tree.utils": "tree",
 }
-_EMPTY = ("experimental", "_src", "_src.checkpoint_managers", "_src.checkpointers", "_src.handlers")
+_EMPTY: tuple[str, ...] = (
+    "experimental",
+    "_src",
+    "_src.checkpoint_managers",
+    "_src.checkpointers",
+    "_src.handlers",
+)
 _EMPTY = (*_EMPTY, "_src.metadata", "_src.multihost", "_src.path", "_src.serialization", "_src.tree")
 
 

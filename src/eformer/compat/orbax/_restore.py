@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from eformer import checkpoint
@@ -56,6 +57,8 @@ def wish_of(args: Any) -> Wish:
 
 def _wish_of_array(args: Any, dtype: Any) -> Wish:
     sharding = args.sharding
+    if args.mesh is not None and args.mesh_axes is not None:
+        sharding = jax.sharding.NamedSharding(args.mesh, args.mesh_axes)
     if hasattr(sharding, "to_jax_sharding"):
         sharding = sharding.to_jax_sharding()
     if (
@@ -64,8 +67,6 @@ def _wish_of_array(args: Any, dtype: Any) -> Wish:
         and hasattr(sharding, "sharding")
     ):
         sharding = sharding.sharding  # a Format
-    if sharding is None and args.mesh is not None:
-        sharding = jax.sharding.NamedSharding(args.mesh, args.mesh_axes or jax.sharding.PartitionSpec())
     shape = args.global_shape if args.global_shape is not None else args.shape
     is_numpy = args.restore_type is np.ndarray
     return Wish(
@@ -83,7 +84,7 @@ def _is_jax(kind: Any) -> bool:
 
 
 def _is_key(dtype: Any) -> bool:
-    return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 def read(stored: Stored, wishes: Mapping[Keys, Wish], fallback: Any = None) -> dict[Keys, Any]:
@@ -189,7 +190,8 @@ def _plan(path: Keys, leaf: Any, wish: Wish, fallback: Any) -> _Plan:
 def _plan_of_text(path: Keys, leaf: StoredLeaf, wish: Wish) -> _Plan:
     if (leaf.kind in ("string", "value")) != (wish.kind in (None, "string")):
         raise ValueError(
-            f"leaf {'.'.join(path)!r} was saved as {leaf.kind!r}, and cannot be restored as {wish.kind!r}; ask for its own kind"
+            f"leaf {'.'.join(path)!r} was saved as {leaf.kind!r}, and cannot be restored as {wish.kind!r}; ask for "
+            "its own kind"
         )
     return _Plan(path, leaf, wish, "as is")
 

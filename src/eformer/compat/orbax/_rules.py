@@ -6,11 +6,12 @@ Tests: tests/compat_orbax/test_restore.py, tests/compat_orbax/test_transforms.py
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from eformer.compat.orbax._restore import Wish, read, wish_of
@@ -23,7 +24,7 @@ from eformer.compat.orbax.metadata import (
     TreeMetadata,
 )
 from eformer.compat.orbax.transform_utils import Transform, apply_transformations
-from eformer.compat.orbax.tree import Keys, is_empty_node, rebuild, str_keypath, to_flat
+from eformer.compat.orbax.tree import Keys, is_empty_node, plain, rebuild, str_keypath, to_flat, to_flat_dict
 from eformer.compat.orbax.type_handlers import ArrayRestoreArgs, RestoreArgs
 from eformer.errors import MismatchError
 
@@ -41,7 +42,7 @@ def restore_standard(stored: Stored, args: Any) -> Any:
     jax.tree_util.tree_map_with_path(_require_standard, target)
     flat = stored.flat
     wanted = to_flat(target)
-    _require_same(stored, flat, wanted)
+    _require_same(stored, flat, wanted, target)
     wishes = {
         path: replace(_wish_of_leaf(leaf, flat[path]), strict=args.strict) for path, leaf in wanted.items()
     }
@@ -50,7 +51,7 @@ def restore_standard(stored: Stored, args: Any) -> Any:
 
 
 def _require_standard(path: Any, leaf: Any) -> None:
-    if isinstance(leaf, (int, float, np.number, np.ndarray, jax.Array, jax.ShapeDtypeStruct)):
+    if isinstance(leaf, (int, float, np.ndarray, jax.Array, jax.ShapeDtypeStruct)):
         return
     raise ValueError(f"Unsupported type: {type(leaf)} for key: {str_keypath(path)}.")
 
@@ -66,30 +67,28 @@ def _wish_of_leaf(leaf: Any, stored: Any) -> Wish:
         and getattr(stored, "kind", "") == "jax"
     ):
         wish = replace(wish, kind="jax", shape=None if stored.key else tuple(leaf.shape))
-    elif wish.kind == "numpy" and not getattr(stored, "key", None):
-        wish = replace(wish, shape=tuple(np.shape(leaf)))
     return wish
 
 
 def restore_args_of(value: Any, sharding: Any, *, has_shape: bool = True, strict: bool = True) -> Any:
     """Return the `RestoreArgs` by which a leaf comes back like `value`."""
-    if isinstance(value, StringMetadata) or isinstance(value, str):
+    if isinstance(value, (StringMetadata, str)):
         return RestoreArgs(restore_type=str)
     if value is ...:
         return RestoreArgs(restore_type=type(...))
     if isinstance(value, ScalarMetadata):
         return RestoreArgs(restore_type=_python_type(value.dtype), dtype=value.dtype)
-    if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     if isinstance(value, (jax.ShapeDtypeStruct, ArrayMetadata)) and sharding is None:
         return RestoreArgs(restore_type=np.ndarray, dtype=value.dtype)
     if isinstance(value, (jax.ShapeDtypeStruct, ArrayMetadata, jax.Array)):
-        is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+        is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
         shape = tuple(value.shape) if has_shape and not is_key else None
         return ArrayRestoreArgs(sharding=sharding, global_shape=shape, dtype=value.dtype, strict=strict)
     if isinstance(value, np.ndarray):
         return RestoreArgs(restore_type=np.ndarray, dtype=value.dtype)
-    if isinstance(value, (int, float, np.number)):
+    if isinstance(value, (int, float)):
         return RestoreArgs(restore_type=type(value))
     if isinstance(value, Metadata):
         raise ValueError(f"Unsupported value_metadata class: {type(value)}.")
@@ -119,8 +118,8 @@ def restore_pytree(stored: Stored, args: Any) -> Any:
         return _partial(stored, item, args)
     flat = stored.flat
     if item is not None:
-        _require_same_as_item(stored, flat, to_flat(item))
-    wishes = _wishes(stored, flat, args.restore_args)
+        _require_same(stored, flat, to_flat(item), item)
+    wishes = _wishes(stored, flat, args.restore_args, item)
     if item is None:
         return _as_saved(stored, wishes)
     placeholders = {path for path, leaf in to_flat(item).items() if leaf is ...}
@@ -128,13 +127,16 @@ def restore_pytree(stored: Stored, args: Any) -> Any:
     return rebuild(item, read(stored, wishes))
 
 
-def _wishes(stored: Stored, flat: Mapping[Keys, Any], restore_args: Any) -> dict[Keys, Wish]:
+def _wishes(stored: Stored, flat: Mapping[Keys, Any], restore_args: Any, item: Any) -> dict[Keys, Wish]:
     if restore_args is None:
         return dict.fromkeys(flat, Wish())
     if isinstance(restore_args, TreeMetadata):
         restore_args = restore_args.tree
     given = {path: args for path, args in to_flat(restore_args).items() if not _is_empty(args)}
-    leaves = {path for path, leaf in flat.items() if isinstance(leaf, StoredLeaf)}
+    left = (
+        {path for path, leaf in to_flat(item).items() if is_empty_node(leaf)} if item is not None else set()
+    )
+    leaves = {path for path, leaf in flat.items() if isinstance(leaf, StoredLeaf)} - left
     if missing := [path for path in leaves if path not in given]:
         raise MismatchError(
             _lines("`restore_args` lacks", missing),
@@ -153,7 +155,8 @@ def _partial(stored: Stored, item: Any, args: Any) -> Any:
         raise ValueError("`partial_restore=True` needs `item`, which names the leaves to restore")
     flat, wanted = stored.flat, to_flat(item)
     given = to_flat(args.restore_args) if args.restore_args is not None else {}
-    wishes = {path: wish_of(given.get(path)) for path in wanted if path in flat and wanted[path] is not ...}
+    _require_same_kinds(stored, item)
+    wishes = {path: wish_of(given.get(path)) for path in wanted if path in flat}
     found = read(stored, wishes)
     return rebuild(item, {**wanted, **found})
 
@@ -185,7 +188,7 @@ def _transformed(stored: Stored, item: Any, args: Any) -> Any:
             "If providing `transforms`, must provide `restore_args` matching structure of expected result."
         )
     given = to_flat(args.restore_args)
-    rules = to_flat(args.transforms)
+    rules = to_flat_dict(args.transforms)
     sources = {
         path: wish for path in flat if (wish := _wish_of_source(path, wanted, rules, given, args)) is not None
     }
@@ -235,17 +238,54 @@ def _with_args(rule: Any, given: Mapping[Keys, Any]) -> Any:
 # ------------------------------------------------------------------------------------------ structure
 
 
-def _require_same(stored: Stored, flat: Mapping[Keys, Any], wanted: Mapping[Keys, Any]) -> None:
+def _require_same(stored: Stored, flat: Mapping[Keys, Any], wanted: Mapping[Keys, Any], target: Any) -> None:
     """Raise one ValueError with every difference between the target and the checkpoint."""
-    if problems := _differences(flat, wanted):
+    if problems := _differences(flat, wanted) or _other_containers(stored.tree, plain(target), ()):
         raise MismatchError(
             problems,
-            context=f"{stored.path}: User-provided restore item and on-disk value metadata tree structures do not match",
+            context=f"{stored.path}: User-provided restore item and on-disk value metadata tree structures do not "
+            "match",
             advice="PyTreeRestore(item, restore_args, partial_restore=True) restores the leaves that both have",
         )
 
 
-_require_same_as_item = _require_same
+def _require_same_kinds(stored: Stored, item: Any) -> None:
+    """Raise TypeError if the item has a leaf where the checkpoint has a container, or the other way round."""
+    if problems := _other_nodes(stored.tree, plain(item), ()):
+        raise TypeError(f"{stored.path}: Type mismatch at key path: {'; '.join(problems)}")
+
+
+def _other_nodes(node: Any, target: Any, path: Keys) -> list[str]:
+    kinds = [type(one) if isinstance(one, (dict, list)) and one else None for one in (node, target)]
+    if kinds[0] is not kinds[1]:
+        names = [kind.__name__ if kind else "a leaf" for kind in kinds]
+        return [f"{'.'.join(path)!r} is {names[1]} in the item, and {names[0]} in the checkpoint"]
+    return [
+        problem
+        for key, one, other in _pairs(node, target)
+        for problem in _other_nodes(one, other, (*path, key))
+    ]
+
+
+def _other_containers(node: Any, target: Any, path: Keys) -> list[str]:
+    """List the places where one tree has a list and the other a dict."""
+    kinds = {type(one) for one in (node, target) if isinstance(one, (dict, list)) and one}
+    if len(kinds) > 1:
+        return [
+            f"{'.'.join(path)!r} is a {type(target).__name__} in the target, a {type(node).__name__} in the checkpoint"
+        ]
+    return [
+        p for key, one, other in _pairs(node, target) for p in _other_containers(one, other, (*path, key))
+    ]
+
+
+def _pairs(node: Any, target: Any) -> list[tuple[str, Any, Any]]:
+    """Return the children that two containers have alike, with their keys."""
+    if isinstance(node, dict) and isinstance(target, dict):
+        return [(key, child, target[key]) for key, child in node.items() if key in target]
+    if isinstance(node, list) and isinstance(target, list):
+        return [(str(number), *pair) for number, pair in enumerate(zip(node, target, strict=False))]
+    return []
 
 
 def _differences(flat: Mapping[Keys, Any], wanted: Mapping[Keys, Any]) -> list[str]:
@@ -257,3 +297,19 @@ def _differences(flat: Mapping[Keys, Any], wanted: Mapping[Keys, Any]) -> list[s
 def _lines(problem: str, paths: list[Keys]) -> list[str]:
     shown = [f"{problem} {'.'.join(path)!r}" for path in paths[:_MOST]]
     return [*shown, f"{problem} {len(paths) - _MOST} more"] if len(paths) > _MOST else shown
+
+
+def restore_like(
+    stored: Stored, target: Any, wish: Callable[[Any], Wish], *, partial: bool = False, strict: bool = True
+) -> Any:
+    """Restore a tree like a target, whose leaves `wish` turns into wishes. With `partial`, leaves that the target lacks
+    are left out."""
+    flat, wanted = stored.flat, to_flat(target)
+    if partial:
+        _require_same(stored, {path: flat[path] for path in flat if path in wanted}, wanted, target)
+    else:
+        _require_same(stored, flat, wanted, target)
+    wishes = {
+        p: Wish() if is_empty_node(leaf) else replace(wish(leaf), strict=strict) for p, leaf in wanted.items()
+    }
+    return rebuild(target, read(stored, wishes))

@@ -12,6 +12,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from eformer._engine.processes import hosts
 from eformer._engine.record.indexes import ORBAX_CHECKPOINT
 from eformer._engine.stores.whole_directory import WholeDirectory
 from eformer.compat.orbax import handlers as handlers_lib
+from eformer.compat.orbax._alike import to_path
 from eformer.compat.orbax.args import typestr_of
 from eformer.compat.orbax.handlers import SAVE_OPTIONS, CompositeCheckpointHandler
 from eformer.compat.orbax.options import (
@@ -134,10 +136,8 @@ class Saving:
         """Finish in a thread, which the program waits for at its end."""
 
         def work() -> None:
-            try:
+            with suppress(BaseException):  # `result` raises it
                 self.run(after)
-            except BaseException:  # noqa: BLE001, S110  `result` raises it
-                pass
 
         self.thread = threading.Thread(target=work, name=f"save {self.final.name}")
         self.thread.start()
@@ -164,7 +164,8 @@ class Saving:
     def _complete(self, directory: WholeDirectory) -> None:
         for name, handler, _ in self._parts:
             place = directory.path / name
-            handler.finalize(handlers_lib.to_path(place)) if hasattr(handler, "finalize") else None
+            if hasattr(handler, "finalize"):
+                handler.finalize(to_path(place))
             if name and (mode := getattr(self._settings.file, "path_permission_mode", None)) is not None:
                 place.chmod(mode)
         for name in self._settings.extra:
@@ -176,7 +177,7 @@ class Saving:
     def _facts(self) -> dict[str, Any]:
         names = {name: typestr_of(handler) for name, handler, _ in self._parts}
         return {
-            "item_handlers": names[""] if "" in names else names,
+            "item_handlers": names.get("", names),
             "metrics": {},
             "performance_metrics": {},
             "init_timestamp_nsecs": self._begun,

@@ -14,6 +14,7 @@ import numpy as np
 from eformer import checkpoint
 from eformer._engine.loading.select import key_dtype
 from eformer._engine.record.dtypes import dtype_from_name
+from eformer._engine.record.indexes import MANIFEST, ORBAX_CHECKPOINT
 from eformer._engine.record.manifest import parse_structure
 from eformer._engine.record.names import split_name, unescape
 from eformer._engine.trees.unflatten import unflatten
@@ -84,9 +85,11 @@ def describe(directory: Any) -> Stored:
     trees = checkpoint.inspect(path).trees
     if len(trees) != 1:
         raise NotFoundError(
-            f"No tree at {path}: it has the items {sorted(trees)}; pass the path of one of them, or use a handler of items"
+            f"No tree at {path}: it has the items {sorted(trees)}; pass the path of one of them"
         )
     prefix, entry = next(iter(trees.items()))
+    if prefix and (path / ORBAX_CHECKPOINT).is_file() and not (path / MANIFEST).is_file():
+        raise NotFoundError(f"No tree at {path}, but the item {prefix!r}; pass the path of the item")
     custom = entry.raw_metadata.get(CUSTOM)
     return Stored(
         str(path), prefix or None, _tree(entry), json.loads(custom) if isinstance(custom, str) else None

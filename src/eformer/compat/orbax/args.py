@@ -12,7 +12,8 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from eformer.compat.orbax._alike import is_of_orbax, name_in
-from eformer.compat.orbax._composite import CheckpointArgs, Composite
+from eformer.compat.orbax._composite import CheckpointArgs
+from eformer.compat.orbax._composite import CompositeArgs as Composite
 from eformer.compat.orbax.metadata import TreeMetadata
 
 T = TypeVar("T")
@@ -161,7 +162,7 @@ class ProtoRestore(CheckpointArgs):
         raise NotImplementedError(_NO_PROTO)
 
 
-_NO_PROTO = "protocol buffers are not supported; save json_format.MessageToDict(message) by args.JsonSave, or write a handler"
+_NO_PROTO = "protocol buffers are not supported; save json_format.MessageToDict(message) by args.JsonSave"
 
 _OURS = {
     f"{kind.__name__}Args": kind
@@ -189,6 +190,11 @@ def as_ours(args: Any) -> Any:
         return args
     kind = _OURS[name]
     return kind(**{one.name: getattr(args, one.name) for one in fields(kind) if hasattr(args, one.name)})
+
+
+for _name, _kind in _OURS.items():  # Orbax's own names of these classes
+    _kind.__name__ = _kind.__qualname__ = _name
+    globals()[_name] = _kind
 
 
 # ---------------------------------------------------------------------------------------- the registry
@@ -245,10 +251,11 @@ def get_registered_handler_cls(arg: Any) -> Any:
 def get_registered_args_cls(handler: Any) -> tuple[Any, Any]:
     """Return the classes of the arguments of a handler, for saves and for restores."""
     kind = handler if inspect.isclass(handler) else type(handler)
-    save = next((one for one, taken in _OF_SAVE.items() if taken is kind), None)
-    restore = next((one for one, taken in _OF_RESTORE.items() if taken is kind), None)
-    if save is not None and restore is not None:
-        return save, restore
+    for base in kind.__mro__:
+        save = next((one for one, taken in _OF_SAVE.items() if taken is base), None)
+        restore = next((one for one, taken in _OF_RESTORE.items() if taken is base), None)
+        if save is not None and restore is not None:
+            return save, restore
     if (name := name_in(kind, TYPES_BY_CLASS)) is not None:
         return get_registered_args_cls(TYPES_BY_CLASS[name])
     if (theirs := _registry_of_orbax(None)) is not None and theirs.has_registered_args(handler):

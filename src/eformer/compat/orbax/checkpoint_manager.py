@@ -5,7 +5,7 @@ Tests: tests/compat_orbax/test_manager.py, tests/compat_orbax/test_retention.py,
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import json
 import logging
 import threading
@@ -25,7 +25,7 @@ from eformer.compat.orbax import args as args_lib
 from eformer.compat.orbax import checkpoint_managers as policies
 from eformer.compat.orbax import step as step_lib
 from eformer.compat.orbax._alike import Alike, on_disk, to_path
-from eformer.compat.orbax._composite import CheckpointArgs, Composite
+from eformer.compat.orbax._composite import CheckpointArgs, CompositeArgs
 from eformer.compat.orbax._saving import SaveSettings, Saving, wait_for
 from eformer.compat.orbax.checkpointers import AbstractCheckpointer, AsyncCheckpointer, _ours
 from eformer.compat.orbax.handlers import (
@@ -71,7 +71,7 @@ class CheckpointManagerOptions(Alike):
 
     save_interval_steps: int = 1
     max_to_keep: int | None = None
-    keep_time_interval: datetime.timedelta | None = None
+    keep_time_interval: dt.timedelta | None = None
     keep_period: int | None = None
     best_fn: Callable[[Any], float] | None = None
     best_mode: str = "max"
@@ -121,7 +121,8 @@ class CheckpointManagerOptions(Alike):
         is_single = bool(getattr(self.step_name_format, "single_host_load_and_broadcast", False))
         if self.step_name_format is not None and is_single != self.single_host_load_and_broadcast:
             raise ValueError(
-                "`single_host_load_and_broadcast` must be the same in CheckpointManagerOptions and in `step_name_format`"
+                "`single_host_load_and_broadcast` must be the same in CheckpointManagerOptions and "
+                "in `step_name_format`"
             )
         if (
             self.enable_per_process_directory_creation
@@ -194,10 +195,10 @@ class _Info:
     def __init__(self, step: int, path: Path, *, is_new: bool = False, metrics: Any = None) -> None:
         self.step, self.path, self._is_new = step, path, is_new
         if is_new:
-            self.metrics, self.time = metrics, datetime.datetime.now(datetime.UTC)
+            self.metrics, self.time = metrics, dt.datetime.now(dt.UTC)
 
     @cached_property
-    def time(self) -> datetime.datetime:
+    def time(self) -> dt.datetime:
         """When its save was committed."""
         return step_lib.Metadata(self.step, self.path).commit_timestamp
 
@@ -335,7 +336,8 @@ class CheckpointManager(AbstractCheckpointManager):
         if self._options.create:
             if self._options.multiprocessing_options.active_processes is not None:
                 raise NotImplementedError(
-                    "Option `create=True` with `active_processes` set is not supported. Please create the root directory "
+                    "Option `create=True` with `active_processes` set is not supported. Please "
+                    "create the root directory "
                     "yourself."
                 )
             if self._is_primary and not self._root.exists():
@@ -414,7 +416,7 @@ class CheckpointManager(AbstractCheckpointManager):
             reached_preemption=self.reached_preemption(step),
             multiprocessing_options=self._options.multiprocessing_options,
         )
-        info = policies.CheckpointInfo(step, datetime.datetime.now(datetime.UTC))
+        info = policies.CheckpointInfo(step, dt.datetime.now(dt.UTC))
         return bool(self._save_policy.should_save(info, previous_steps=self._checkpoints, context=context))
 
     # --------------------------------------------------------------------------------------------- save
@@ -437,7 +439,7 @@ class CheckpointManager(AbstractCheckpointManager):
         if items is None and args is None:
             raise ValueError("Must provide `args` for `save`.")
         if self._is_single is None:
-            self._is_single = not isinstance(args, Composite)
+            self._is_single = not isinstance(args, CompositeArgs)
         self._require_args(items, args)
         if not force and not self.should_save(step):
             return False
@@ -450,7 +452,7 @@ class CheckpointManager(AbstractCheckpointManager):
             chosen[METRIC_ITEM_NAME] = args_lib.JsonSave(metrics)
         path = self._root / self._names.build_name(step)
         saving = Saving(path, self._settings, force=True)
-        saving.begin(self._handler, Composite(**chosen), custom_metadata)
+        saving.begin(self._handler, CompositeArgs(**chosen), custom_metadata)
         self._checkpoints = [*self._checkpoints, _Info(step, path, is_new=True, metrics=metrics)]
         self._checkpoints.sort(key=lambda info: info.step)
         self._finish(step, saving, self._drop_old())
@@ -487,19 +489,22 @@ class CheckpointManager(AbstractCheckpointManager):
     def _require_args(self, items: Any, args: Any) -> None:
         if isinstance(items, CheckpointArgs):
             raise ValueError(
-                "Found an instance of `CheckpointArgs` provided for `items`. This may be due to misuse of the newer API - "
+                "Found an instance of `CheckpointArgs` provided for `items`. This may be due to "
+                "misuse of the newer API - "
                 "make sure to specify the argument keyword (e.g. `args=args`)."
             )
         if args is None:
             return
         if not isinstance(args, CheckpointArgs):
             raise ValueError(f"Expected args of type `CheckpointArgs`; found {type(args)}.")
-        if self._is_single and isinstance(args, Composite):
+        is_composite = isinstance(args, CompositeArgs)
+        if self._is_single and is_composite:
             raise ValueError(
-                "Cannot provide `args` of type `Composite` when dealing with a single, unnamed (default) checkpointable "
+                "Cannot provide `args` of type `Composite` when dealing with a single, unnamed "
+                "(default) checkpointable "
                 "object."
             )
-        if not self._is_single and not isinstance(args, Composite):
+        if not self._is_single and not is_composite:
             raise ValueError(
                 "Must provide `args` of type `Composite` when dealing with multiple checkpointable objects."
             )
@@ -542,7 +547,9 @@ class CheckpointManager(AbstractCheckpointManager):
         if self._is_single is None:
             self._is_single = (path / DEFAULT_ITEM_NAME).exists()
         self._require_args(items, args)
-        found = self._handler.restore(path, args=Composite(**self._restore_args(items, restore_kwargs, args)))
+        found = self._handler.restore(
+            path, args=CompositeArgs(**self._restore_args(items, restore_kwargs, args))
+        )
         self._log({"step": step, "event_type": "restore", "directory": str(directory or self._directory)})
         return self._only(found)
 
@@ -582,7 +589,8 @@ class CheckpointManager(AbstractCheckpointManager):
             return found
         if DEFAULT_ITEM_NAME not in found:
             raise ValueError(
-                "Unable to retrieve default item. Please ensure that a handler for the default item is registered using "
+                "Unable to retrieve default item. Please ensure that a handler for the default item "
+                "is registered using "
                 "`handler_registry` when initializing the `CheckpointManager`."
             )
         return found[DEFAULT_ITEM_NAME]

@@ -5,7 +5,8 @@ Tests: tests/compat_orbax/test_policies.py.
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
+import sys
 from collections.abc import Callable, Container, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -18,7 +19,7 @@ class CheckpointInfo:
     """A step as policies see it: its number, the time of its save, and its metrics."""
 
     step: int
-    time: datetime.datetime
+    time: dt.datetime
     metrics: Any = None
 
 
@@ -27,7 +28,7 @@ class PolicyCheckpointInfo(Protocol):
     """A step as policies see it: its number, the time of its save, and its metrics."""
 
     step: int
-    time: datetime.datetime
+    time: dt.datetime
     metrics: Any
 
 
@@ -90,7 +91,7 @@ class ContinuousCheckpointingPolicy(SaveDecisionPolicy):
         if not previous_steps or self.minimum_interval_secs is None:
             return True
         waited = step.time - previous_steps[-1].time
-        return bool(waited >= datetime.timedelta(seconds=self.minimum_interval_secs))
+        return bool(waited >= dt.timedelta(seconds=self.minimum_interval_secs))
 
 
 def _decided_by_first(decision: bool) -> bool:
@@ -179,7 +180,7 @@ class EveryNSeconds(PreservationPolicy):
         """Keep the first, and each that is late enough after the one kept before."""
         kept, last = [], None
         for each in checkpoints:
-            is_due = last is None or each.time - last >= datetime.timedelta(seconds=self.interval_secs)
+            is_due = last is None or each.time - last >= dt.timedelta(seconds=self.interval_secs)
             last = each.time if is_due else last
             kept.append(is_due)
         return kept
@@ -296,11 +297,15 @@ class BestN(PreservationPolicy):
 class LatestDuration(PreservationPolicy):
     """Keep the steps of the last hours, or days."""
 
-    duration: datetime.timedelta
+    duration: dt.timedelta
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
         """Keep the first that is young enough, and all after it."""
-        now = datetime.datetime.now(datetime.UTC)
+        now = dt.datetime.now(dt.UTC)
         young = (number for number, each in enumerate(checkpoints) if now - each.time <= self.duration)
         first = next(young, len(checkpoints))
         return [number >= first for number in range(len(checkpoints))]
+
+
+# Orbax has the policies in two modules as well, which are attributes of this one.
+preservation_policy = save_decision_policy = sys.modules[__name__]

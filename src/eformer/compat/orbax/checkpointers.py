@@ -239,11 +239,7 @@ class StandardCheckpointer(AsyncCheckpointer):
         )
         super().save(directory, args=given, force=force, custom_metadata=custom_metadata)
 
-    def restore(  # type: ignore[override]
-        self, directory: Any, target: Any = None, *, strict: bool = True, args: Any = None
-    ) -> Any:
+    def restore(self, directory: Any, target: Any = None, *, strict: bool = True) -> Any:  # type: ignore[override]
         """Restore a tree like `target`."""
-        given = args or (
-            target if isinstance(target, CheckpointArgs) else args_lib.StandardRestore(target, strict)
-        )
+        given = args_lib.StandardRestore(target, strict)
         return super().restore(directory, args=given)

@@ -24,14 +24,14 @@ from eformer._engine.stores.durable import replacing
 from eformer.compat.orbax import args as args_lib
 from eformer.compat.orbax import future as future_lib
 from eformer.compat.orbax._alike import Alike, on_disk, to_path
-from eformer.compat.orbax._composite import CheckpointArgs, Composite
+from eformer.compat.orbax._composite import CheckpointArgs, Composite, CompositeArgs
 from eformer.compat.orbax._restore import Wish, read, wish_of
 from eformer.compat.orbax._rules import restore_pytree, restore_standard
 from eformer.compat.orbax._stored import CUSTOM, describe, tree_metadata
 from eformer.compat.orbax.args import register_with_handler, typestr_of
 from eformer.compat.orbax.metadata import StepMetadata, read_step
 from eformer.compat.orbax.options import MultiprocessingOptions, processes_of, save_options
-from eformer.compat.orbax.tree import plain, rebuild, str_keypath, to_flat
+from eformer.compat.orbax.tree import plain, str_keypath
 
 SAVE_OPTIONS: ContextVar[checkpoint.SaveOptions | None] = ContextVar("SAVE_OPTIONS", default=None)
 """The options of the save under way, for handlers that eformer makes itself."""
@@ -43,7 +43,7 @@ _STANDARD = (int, float, np.number, np.ndarray, jax.Array)
 class CheckpointHandler(Alike):
     """Save and restore one item in a directory. Subclass it for items of your own; every process calls it."""
 
-    alike = ("CheckpointHandler",)
+    alike: tuple[str, ...] = ("CheckpointHandler",)
 
     @abstractmethod
     def save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +72,7 @@ class CheckpointHandler(Alike):
 class AsyncCheckpointHandler(CheckpointHandler):
     """A handler that goes on in the background."""
 
-    alike = ("AsyncCheckpointHandler",)
+    alike: tuple[str, ...] = ("AsyncCheckpointHandler",)
 
     @abstractmethod
     async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,14 +136,10 @@ class _TreeHandler(_OwnHandler):
 
 
 def _cast(tree: Any, save_args: Any) -> Any:
-    """Return the tree with the leaves cast that have a dtype in `save_args`."""
+    """Return the tree with the leaves cast that have a dtype in `save_args`, a tree of the same structure."""
     if save_args is None:
         return tree
-    dtypes = {path: getattr(one, "dtype", None) for path, one in to_flat(save_args).items()}
-    if not any(dtype is not None for dtype in dtypes.values()):
-        return tree
-    leaves = {path: _cast_leaf(leaf, dtypes.get(path)) for path, leaf in to_flat(tree).items()}
-    return rebuild(tree, leaves)
+    return jax.tree.map(lambda leaf, one: _cast_leaf(leaf, getattr(one, "dtype", None)), tree, save_args)
 
 
 def _cast_leaf(leaf: Any, dtype: Any) -> Any:
@@ -229,8 +225,8 @@ class ArrayCheckpointHandler(_TreeHandler):
         return next(iter(read(stored, dict.fromkeys(stored.flat, wish)).values()))
 
     def metadata(self, directory: Any) -> Any:
-        """Describe the array."""
-        return tree_metadata(to_path(directory)).tree
+        """Return None, as Orbax does."""
+        return None
 
 
 class JsonCheckpointHandler(_OwnHandler):
@@ -490,6 +486,7 @@ class CompositeCheckpointHandler(AsyncCheckpointHandler):
     def started(self, directory: Path, args: Any) -> Iterator[tuple[str, Any, list[Any]]]:
         """Begin to save the items in the order of their names: yield the name, the handler and the futures of each."""
         args = args_lib.as_ours(args)
+        _require_names(args)
         chosen = {name: self.handler_for(name, args[name]) for name in sorted(args)}
         for name, handler in chosen.items():
             yield name, handler, begin(handler, directory / name, args[name])
@@ -507,14 +504,15 @@ class CompositeCheckpointHandler(AsyncCheckpointHandler):
         args = args_lib.as_ours(named.get("args", given[0] if given else None))
         there = items_in(path)
         if args is None or not args:
-            args = Composite(**self._default_args(path, there))
+            args = CompositeArgs(**self._default_args(path, there))
         found = {}
+        _require_names(args)
         for name in sorted(args):
             if name not in there:
                 raise KeyError(f'Item "{name}" was not found in the checkpoint. Available items: {there}')
             handler = self.handler_for(name, args[name])
             found[name] = restore_by(handler, path / name, args[name])
-        return Composite(**found)
+        return CompositeArgs(**found)
 
     def _default_args(self, path: Path, there: list[str]) -> dict[str, Any]:
         known, recorded = self.known, read_step(path).item_handlers
@@ -534,7 +532,8 @@ class CompositeCheckpointHandler(AsyncCheckpointHandler):
         step, known = read_step(path), self.known
         if isinstance(step.item_handlers, str):
             raise ValueError(
-                f"StepMetadata.item_handlers must be a dict, but is {step.item_handlers!r}: {path} is a checkpoint without items"
+                f"StepMetadata.item_handlers must be a dict, but is {step.item_handlers!r}: {path} is "
+                "a checkpoint without items"
             )
         recorded = dict(step.item_handlers or {})
         items = {}
@@ -549,6 +548,15 @@ class CompositeCheckpointHandler(AsyncCheckpointHandler):
         for handler in self.known.values():
             if handler is not None:
                 handler.close()
+
+
+def _require_names(names: Any) -> None:
+    """Raise ValueError for a name of an item that is no name of a directory in the step."""
+    for name in names:
+        if name in ("", ".", "..") or "/" in name or "\0" in name or name.startswith(".eformer-"):
+            raise ValueError(
+                f"the item {name!r} cannot be a directory of its step; expected a name without slashes"
+            )
 
 
 def items_in(path: Path) -> list[str]:
@@ -589,25 +597,37 @@ def _metadata_of(handler: Any, path: Path) -> Any:
     if handler is None:
         return None
     try:
-        return (handler() if inspect.isclass(handler) else handler).metadata(to_path(path))
+        made: Any = handler() if inspect.isclass(handler) else handler
+        return made.metadata(to_path(path))
     except (FileNotFoundError, NotImplementedError, AttributeError):
         return None
 
 
 def begin(handler: Any, directory: Path, args: Any) -> list[Any]:
     """Begin to save an item by its handler: of ours, of the caller, or of an older kind."""
-    if isinstance(handler, _TreeHandler):
+    is_own = isinstance(handler, _OwnHandler) and _is_unchanged(type(handler))
+    if is_own and isinstance(handler, _TreeHandler):
         return handler.begin(directory, args)  # which makes the directory itself
     if is_primary(0) or not directory.exists():
         directory.mkdir(parents=True, exist_ok=True)
-    if isinstance(handler, _OwnHandler):
-        return handler.begin(directory, args)
+    if is_own:
+        return handler.begin(directory, args)  # type: ignore[no-any-return]
     place = to_path(directory)
     given, named = (args.given, args.named) if isinstance(args, _WrapperArgs) else ((), {"args": args})
-    if hasattr(handler, "async_save"):
+    if hasattr(handler, "async_save") and not _has_own_save(type(handler)):
         return list(future_lib.run(handler.async_save(place, *given, **named)) or ())
     handler.save(place, *given, **named)
     return []
+
+
+def _is_unchanged(kind: Any) -> bool:
+    """Tell whether a class saves as ours do: a caller's subclass may not."""
+    return kind.async_save is _OwnHandler.async_save and not _has_own_save(kind)
+
+
+def _has_own_save(kind: Any) -> bool:
+    """Tell whether a subclass of our handlers saves by a `save` of its own."""
+    return issubclass(kind, _OwnHandler) and kind.save is not AsyncCheckpointHandler.save
 
 
 def restore_by(handler: Any, directory: Any, args: Any) -> Any:
@@ -649,8 +669,10 @@ _PAIRS = {
     ArrayCheckpointHandler: (args_lib.ArraySave, args_lib.ArrayRestore),
     JaxRandomKeyCheckpointHandler: (args_lib.JaxRandomKeySave, args_lib.JaxRandomKeyRestore),
     NumpyRandomKeyCheckpointHandler: (args_lib.NumpyRandomKeySave, args_lib.NumpyRandomKeyRestore),
-    CompositeCheckpointHandler: (Composite, Composite),
+    CompositeCheckpointHandler: (CompositeArgs, CompositeArgs),
 }
+_save: Any
+_restore: Any
 for _kind, (_save, _restore) in _PAIRS.items():
     register_with_handler(_kind, for_save=True)(_save)
     register_with_handler(_kind, for_restore=True)(_restore)
@@ -660,6 +682,6 @@ StandardSaveArgs, StandardRestoreArgs = args_lib.StandardSave, args_lib.Standard
 PyTreeSaveArgs, PyTreeRestoreArgs = args_lib.PyTreeSave, args_lib.PyTreeRestore
 JsonSaveArgs, JsonRestoreArgs = args_lib.JsonSave, args_lib.JsonRestore
 ArraySaveArgs, ArrayRestoreArgs = args_lib.ArraySave, args_lib.ArrayRestore
-CompositeArgs = CompositeResults = Composite
+CompositeResults = CompositeArgs
 
 __all__ = [name for name in dir() if not name.startswith("_")]

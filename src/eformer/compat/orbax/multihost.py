@@ -16,7 +16,7 @@ from eformer.compat.orbax.handlers import is_primary
 
 def process_index() -> int:
     """Return the number of this process."""
-    return jax.process_index()
+    return int(jax.process_index())
 
 
 def process_count() -> int:

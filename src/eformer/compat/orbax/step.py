@@ -5,7 +5,7 @@ Tests: tests/compat_orbax/test_step.py.
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -43,11 +43,11 @@ class Metadata:
         return read_step(self.path).commit_timestamp_nsecs
 
     @property
-    def commit_timestamp(self) -> datetime.datetime:
+    def commit_timestamp(self) -> dt.datetime:
         """When its save was committed, or its directory was last changed."""
         nanoseconds = self.commit_timestamp_nsecs
         seconds = on_disk(self.path).stat().st_mtime if nanoseconds is None else nanoseconds / 1e9
-        return datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+        return dt.datetime.fromtimestamp(seconds, dt.UTC)
 
 
 class NameFormat(Protocol, Generic[MetadataT]):

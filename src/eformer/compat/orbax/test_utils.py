@@ -24,5 +24,6 @@ def erase_and_create_empty(directory: Any) -> Any:
 
 def assert_tree_equal(testclass: Any, expected: Any, actual: Any) -> None:
     """Raise AssertionError if two trees differ."""
-    assert jax.tree.structure(expected) == jax.tree.structure(actual)
+    structures: list[Any] = [jax.tree.structure(expected), jax.tree.structure(actual)]
+    assert structures[0] == structures[1]
     jax.tree.map(np.testing.assert_array_equal, expected, actual)

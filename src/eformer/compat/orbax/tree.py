@@ -159,12 +159,13 @@ def serialize_tree(tree: Any, keep_empty_nodes: bool = False) -> Any:
     """Return a tree of dicts and lists with the same leaves."""
     if not keep_empty_nodes:
         if not jax.tree.leaves(tree):
-            raise ValueError("the tree has no leaves, so it could be {} or []; pass keep_empty_nodes=True")
+            raise ValueError(_EMPTY)
         return _without_empty(plain(tree))
     return plain(tree)
 
 
 _NOTHING = object()
+_EMPTY = "Unable to uniquely reconstruct tree from empty flattened list (it could be {} or [])."
 
 
 def _without_empty(tree: Any) -> Any:
@@ -195,7 +196,7 @@ def deserialize_tree(serialized: Any, target: Any, keep_empty_nodes: bool = Fals
             elif isinstance(found, (list, tuple)) and not hasattr(found, "_fields"):
                 found = found[int(name)]
             else:
-                found = dict((_key_name(one[0]), child) for one, child in _children(found))[name]
+                found = {_key_name(one[0]): child for one, child in _children(found)}[name]
         return found
 
     stop = is_empty_or_leaf if keep_empty_nodes else None
@@ -233,9 +234,13 @@ def to_shape_dtype_struct(
     """Return the shape, the dtype and the sharding of an array; a plain number stays."""
     if isinstance(x, (bool, int, float)):
         return scalar_dtype(x) if scalar_dtype is not None else x
+    if not hasattr(x, "shape"):
+        raise ValueError(
+            f"Object does not have a `shape` property: {x}; map the leaves of a tree by jax.tree.map"
+        )
     sharding = getattr(x, "sharding", None)
-    if hasattr(sharding, "to_jax_sharding"):
-        sharding = sharding.to_jax_sharding()
+    if (convert := getattr(sharding, "to_jax_sharding", None)) is not None:
+        sharding = convert()
     return jax.ShapeDtypeStruct(x.shape, x.dtype if dtype is None else dtype, sharding=sharding)
 
 

@@ -98,15 +98,23 @@ _TYPES = (int, float, bytes, np.number, np.ndarray, jax.Array, str)
 
 def register_type_handler(ty: Any, handler: Any, func: Any = None, override: bool = False) -> None:
     """Accept the handlers of known kinds. Raise NotImplementedError for a handler of the caller's own."""
+    if not override and has_type_handler(ty):
+        raise ValueError(f'A TypeHandler for "{ty}" is already registered.')
     name = type(handler).__name__
     if isinstance(handler, _KNOWN) or any(
         kind.__name__ == name for kind in (*_KNOWN, SingleReplicaArrayHandler)
     ):
         return
     raise NotImplementedError(
-        f"a TypeHandler for {ty} cannot be registered: eformer stores leaves itself. Use checkpoint.register_module for "
+        f"a TypeHandler for {ty} cannot be registered: eformer stores leaves itself. Use "
+        "checkpoint.register_module for "
         "objects with arrays, or convert the leaves before the save"
     )
+
+
+def has_type_handler(ty: Any) -> bool:
+    """Tell whether leaves of a type are supported."""
+    return isinstance(ty, type) and issubclass(ty, _TYPES)
 
 
 def supported_types(*_: Any) -> list[Any]:

@@ -13,21 +13,75 @@ import numpy as np
 
 from eformer.compat.orbax._stored import describe
 from eformer.compat.orbax.multihost import (
+    broadcast_one_to_all,
+    is_pathways_backend,
+    is_primary_host,
+    reached_preemption,
     sync_global_processes,
+)
+from eformer.compat.orbax.step import (
+    TMP_DIR_SUFFIX,
+    any_checkpoint_step,
+    checkpoint_steps,
+    checkpoint_steps_paths,
+    get_save_directory,
+    is_checkpoint_finalized,
+    is_tmp_checkpoint,
+    step_from_checkpoint_name,
+    tmp_checkpoints,
+)
+from eformer.compat.orbax.tree import (
+    PyTree,
+    deserialize_tree,
+    from_flat_dict,
+    from_flattened_with_keypath,
+    get_key_name,
+    is_dict_key,
+    is_empty_node,
+    is_empty_or_leaf,
+    is_sequence_key,
+    serialize_tree,
+    to_flat_dict,
+    tuple_path_from_keypath,
 )
 from eformer.compat.orbax.tree import to_shape_dtype_struct as _struct_of
 
 sync_global_devices = sync_global_processes
 
 __all__ = [
-    *("PyTree", "TMP_DIR_SUFFIX", "any_checkpoint_step", "broadcast_one_to_all", "checkpoint_steps"),
-    *("checkpoint_steps_paths", "deserialize_tree", "from_flat_dict", "from_flattened_with_keypath"),
-    *("fully_replicated_host_local_array_to_global_array", "get_key_name", "get_save_directory"),
-    *("is_checkpoint_finalized", "is_dict_key", "is_empty_node", "is_empty_or_leaf", "is_gcs_path"),
-    *("is_pathways_backend", "is_primary_host", "is_scalar", "is_sequence_key", "is_tmp_checkpoint"),
-    *("pytree_structure", "reached_preemption", "record_saved_duration", "serialize_tree"),
-    *("step_from_checkpoint_name", "sync_global_devices", "sync_global_processes", "tmp_checkpoints"),
-    *("to_flat_dict", "to_shape_dtype_struct", "tuple_path_from_keypath"),
+    "TMP_DIR_SUFFIX",
+    "PyTree",
+    "any_checkpoint_step",
+    "broadcast_one_to_all",
+    "checkpoint_steps",
+    "checkpoint_steps_paths",
+    "deserialize_tree",
+    "from_flat_dict",
+    "from_flattened_with_keypath",
+    "fully_replicated_host_local_array_to_global_array",
+    "get_key_name",
+    "get_save_directory",
+    "is_checkpoint_finalized",
+    "is_dict_key",
+    "is_empty_node",
+    "is_empty_or_leaf",
+    "is_gcs_path",
+    "is_pathways_backend",
+    "is_primary_host",
+    "is_scalar",
+    "is_sequence_key",
+    "is_tmp_checkpoint",
+    "pytree_structure",
+    "reached_preemption",
+    "record_saved_duration",
+    "serialize_tree",
+    "step_from_checkpoint_name",
+    "sync_global_devices",
+    "sync_global_processes",
+    "tmp_checkpoints",
+    "to_flat_dict",
+    "to_shape_dtype_struct",
+    "tuple_path_from_keypath",
 ]
 
 
