@@ -1,6 +1,6 @@
 """Take objects of Orbax as well as our own: flax, grain and Keras make them, and pass them through the caller's code.
 
-Tests: tests/compat_orbax/test_alike.py.
+Tests: tests/compat_orbax/test_handlers.py.
 """
 
 from __future__ import annotations

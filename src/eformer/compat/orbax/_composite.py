@@ -1,6 +1,6 @@
 """Items by name: the arguments and the results of saves and restores of several items.
 
-Tests: tests/compat_orbax/test_args.py.
+Tests: tests/compat_orbax/test_handlers.py.
 """
 
 from __future__ import annotations

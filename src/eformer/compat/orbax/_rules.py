@@ -1,6 +1,6 @@
 """The rules by which whole trees are restored: like a target, by arguments of each leaf, in part, or transformed.
 
-Tests: tests/compat_orbax/test_restore.py, tests/compat_orbax/test_transforms.py.
+Tests: tests/compat_orbax/test_restore.py.
 """
 
 from __future__ import annotations
@@ -302,14 +302,15 @@ def _lines(problem: str, paths: list[Keys]) -> list[str]:
 def restore_like(
     stored: Stored, target: Any, wish: Callable[[Any], Wish], *, partial: bool = False, strict: bool = True
 ) -> Any:
-    """Restore a tree like a target, whose leaves `wish` turns into wishes. With `partial`, leaves that the target lacks
-    are left out."""
+    """Restore a tree like a target, whose leaves `wish` turns into wishes. With `partial`, leaves that one of
+    both lacks stay as the target has them."""
     flat, wanted = stored.flat, to_flat(target)
     if partial:
-        _require_same(stored, {path: flat[path] for path in flat if path in wanted}, wanted, target)
+        _require_same_kinds(stored, target)
     else:
         _require_same(stored, flat, wanted, target)
+    there = {path: leaf for path, leaf in wanted.items() if path in flat}
     wishes = {
-        p: Wish() if is_empty_node(leaf) else replace(wish(leaf), strict=strict) for p, leaf in wanted.items()
+        p: Wish() if is_empty_node(leaf) else replace(wish(leaf), strict=strict) for p, leaf in there.items()
     }
-    return rebuild(target, read(stored, wishes))
+    return rebuild(target, {**wanted, **read(stored, wishes)})

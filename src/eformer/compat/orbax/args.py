@@ -1,6 +1,6 @@
 """The arguments of saves and restores, and the handlers that take them.
 
-Tests: tests/compat_orbax/test_args.py.
+Tests: tests/compat_orbax/test_handlers.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`CheckpointManager`: the steps of a training run by the rules of Orbax, written by eformer.
 
-Tests: tests/compat_orbax/test_manager.py, tests/compat_orbax/test_retention.py, tests/multihost/test_orbax_door.py.
+Tests: tests/compat_orbax/test_manager.py, tests/multihost/test_orbax_door.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
+from weakref import WeakSet
 
 from eformer._engine.formats.find import find_step, problem_of
 from eformer._engine.processes import hosts
@@ -45,7 +46,7 @@ from eformer.compat.orbax.metadata import (
 )
 from eformer.compat.orbax.multihost import reached_preemption
 from eformer.compat.orbax.options import AsyncOptions, FileOptions, MultiprocessingOptions, processes_of
-from eformer.errors import CorruptionError, EformerError
+from eformer.errors import CorruptionError, EformerError, NotFoundError
 
 logger = logging.getLogger("eformer")
 
@@ -214,10 +215,12 @@ class _Info:
             return False
         try:
             return problem_of(find_step(self.path)) is not None
-        except CorruptionError:
+        except NotFoundError:
+            return False  # only its handlers can read it
+        except (CorruptionError, FileNotFoundError):
             return True
         except (EformerError, OSError):
-            return False  # only its handlers can read it
+            return False
 
 
 class AbstractCheckpointManager(Alike):
@@ -273,7 +276,7 @@ class CheckpointManager(AbstractCheckpointManager):
                 "AsyncOptions.post_finalization_callback is only supported with AsyncCheckpointer."
             )
         self._saving: tuple[int, Saving] | None = None
-        self._told: set[tuple[int, int]] = set()
+        self._told = WeakSet[threading.Thread]()  # the threads that the error of the save was raised in
         self._make_root()
         self._names = self._options.step_name_format or step_lib.standard_name_format(
             step_prefix=self._options.step_prefix,
@@ -465,6 +468,7 @@ class CheckpointManager(AbstractCheckpointManager):
                 self._remove(info.path.name)
 
         self._saving = (step, saving)
+        self._told.clear()
         if self._is_async:
             saving.run_in_background(remove_old)
             return
@@ -679,9 +683,8 @@ class CheckpointManager(AbstractCheckpointManager):
         if saving.error is None:
             return
         self._forget(step)
-        told = (id(saving), threading.get_ident())
-        if told not in self._told:
-            self._told.add(told)
+        if (thread := threading.current_thread()) not in self._told:
+            self._told.add(thread)
             raise saving.error
 
     def is_saving_in_progress(self) -> bool:

@@ -576,7 +576,8 @@ def _typed(name: str, recorded: Mapping[str, Any]) -> Any:
 def _default_restore(name: str, handler: Any) -> Any:
     if handler is None:
         raise ValueError(
-            f'Item with name: "{name}" had an undetermined `CheckpointHandler` when restoring. Please ensure the handler '
+            f'Item with name: "{name}" had an undetermined `CheckpointHandler` when restoring. '
+            "Please ensure the handler "
             "was specified during initialization, or use the appropriate `CheckpointArgs` subclass."
         )
     kind = (
@@ -588,8 +589,8 @@ def _default_restore(name: str, handler: Any) -> Any:
         return kind()
     except TypeError as error:
         raise ValueError(
-            f'Attempted to construct default restoration arguments for item "{name}", but the `CheckpointArgs` class of '
-            f"type {kind} is not default constructible. Original error: {error}."
+            f'Attempted to construct default restoration arguments for item "{name}", but the `CheckpointArgs` '
+            f"class of type {kind} is not default constructible. Original error: {error}."
         ) from error
 
 

@@ -1,6 +1,6 @@
 """The options of saves: in the background, of several processes, of files.
 
-Tests: tests/compat_orbax/test_options.py.
+Tests: tests/compat_orbax/test_manager.py.
 """
 
 from __future__ import annotations

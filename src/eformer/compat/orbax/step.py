@@ -1,6 +1,6 @@
 """The names of steps, and the steps in a directory.
 
-Tests: tests/compat_orbax/test_step.py.
+Tests: tests/compat_orbax/test_policies.py.
 """
 
 from __future__ import annotations

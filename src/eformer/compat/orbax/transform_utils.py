@@ -1,6 +1,6 @@
 """Transformations of trees by rules of Orbax: rename leaves, compute them, or keep the caller's.
 
-Tests: tests/compat_orbax/test_transforms.py.
+Tests: tests/compat_orbax/test_restore.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Trees as Orbax flattens them: into dicts and lists by the key paths of JAX.
 
-Tests: tests/compat_orbax/test_tree.py.
+Tests: tests/compat_orbax/test_trees.py.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eformer._engine.formats.others.orbax_metadata import JSON_FILE
+from eformer._engine.record.indexes import MANIFEST, ORBAX_TREE
 from eformer.compat.orbax import args as args_lib
 from eformer.compat.orbax import future as future_lib
 from eformer.compat.orbax._alike import on_disk, to_path
@@ -149,6 +152,7 @@ def begin(
     overwrite: bool,
     custom_metadata: Any,
     metrics: Any = None,
+    is_step: bool = False,
 ) -> Saving:
     """Begin to save several objects by name."""
     if not items:
@@ -169,7 +173,8 @@ def begin(
             **dict.fromkeys(chosen), **{METRICS: JsonCheckpointHandler(METRICS)}
         )
         chosen[METRICS] = args_lib.JsonSave(metrics)
-    saving = Saving(path, context.settings(), force=overwrite)
+    settings = replace(context.settings(), extra=()) if is_step else context.settings()
+    saving = Saving(path, settings, force=overwrite)
     return saving.begin(handler, CompositeArgs(**chosen), custom_metadata)
 
 
@@ -283,6 +288,8 @@ def place_of(path: Any, name: str | None = AUTO) -> Path:
 
 
 def _holds_tree(place: Path) -> bool:
+    if (place / JSON_FILE).is_file() and not any((place / mark).is_file() for mark in (MANIFEST, ORBAX_TREE)):
+        return False
     try:
         describe(place)
     except (EformerError, OSError):

@@ -38,6 +38,7 @@ class CheckpointLayout(Enum):
 
     ORBAX = "Orbax"
     SAFETENSORS = "SafeTensors"
+    AUTO = "Auto"
 
 
 class Bag:

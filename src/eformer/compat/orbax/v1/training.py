@@ -107,7 +107,9 @@ class Checkpointer:
 
     def _described(self, info: Any, metadata: Any = None) -> CheckpointMetadata:
         wait_for(info.path)
-        return functions.checkpoint_metadata(info.path, metadata, step=info.step, metrics=info.metrics)
+        found = functions.checkpoint_metadata(info.path, metadata, step=info.step, metrics=info.metrics)
+        found.custom_metadata = found.custom_metadata or None
+        return found
 
     def _info(self, step: Any) -> Any:
         if step is None:
@@ -179,6 +181,7 @@ class Checkpointer:
             overwrite=True,
             custom_metadata=custom_metadata,
             metrics=metrics,
+            is_step=True,
         )
         kept = [info for info in self._infos if info.step != step]
         self._infos = sorted(
