@@ -43,6 +43,8 @@ def short(view):
     if "raised" in view:
         return f"error {view['raised'][0]}"
     view = view.get("returned", view)
+    if view == {"python": "str", "value": "saved"}:
+        return "saved"
     if "jax" in view:
         kind = "key" if "key" in view["jax"] else f"jax {_shaped(view['jax'])}"
         return f"{kind}{' weak' * view['weak']} on {_place(view['sharding'])}"
