@@ -76,7 +76,7 @@ CHECKPOINT = {
     "progress=None, options=LoadOptions(), signed_by=None, dequant=None, duplicates=None)",
     "merge": "(sources, destination, *, weights='mean', ema=None, last=None, lora=None, lora_config=None, rename=None, prefix=None, "
     "root=None, keys=None, to=None, like=None, dtype=None, max_shard_bytes=None, memory=None, dry_run=False, allow_missing=False, "
-    "progress=None, dequant=None)",
+    "progress=None, dequant=None, part=None, commit=False)",
     "open": "(path, *, step=None, prefix=None, cache=None, signed_by=None, dequant=None, rename=None, back=False, config=None)",
     "placement": "(path, *, mesh=None, rules=None, shardings=None, prefix=None, dtype=None)",
     "prune": "(directory, *, keep, pattern=None, foreign=False, check=False, dry_run=False)",

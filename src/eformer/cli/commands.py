@@ -28,13 +28,14 @@ from eformer.cli.group import (
     with_options,
 )
 from eformer.cli.pages import report, serve
-from eformer.cli.together import by_all_processes
+from eformer.cli.together import by_all_or_in_parts, by_all_processes
 from eformer.errors import NotFoundError
 
 if TYPE_CHECKING:
     from eformer._engine.formats.run_steps import StepChoice
     from eformer._engine.processes.crew import Crew
     from eformer._engine.tools.conversion import Conversion
+    from eformer._engine.tools.convert_parts import How
     from eformer._engine.tools.prune import Pruned
     from eformer._engine.tools.verify import Verification
 
@@ -370,12 +371,8 @@ _MOST_NOTES = 20
 @click.option(
     "--memory", type=Size(), default="2GB", show_default=True, help="Maximum memory of the program."
 )
-@click.option(
-    "--part", metavar="I/N", help="Write part I of N, from 0: for arrays of independent jobs, then --commit."
-)
-@click.option("--commit", is_flag=True, help="Make DESTINATION from all parts that --part has written.")
 @options.as_json
-@by_all_processes
+@by_all_or_in_parts
 def convert(
     source: str,
     destination: str,
@@ -387,7 +384,7 @@ def convert(
     no_dequant: bool,
     dry_run: bool,
     as_json: bool,
-    crew: Crew | None,
+    how: How,
     **arguments: Any,
 ) -> None:
     """Convert the checkpoint at SOURCE to a new checkpoint at DESTINATION, which appears complete or not at all.
@@ -422,7 +419,7 @@ def convert(
     if dequant is not None and no_dequant:
         raise click.UsageError("--dequant and --no-dequant exclude each other")
     done = convert_in(
-        crew,
+        how,
         source,
         destination,
         keys=keys or None,
@@ -523,6 +520,7 @@ def _show_conversion(done: Conversion, *, dry_run: bool, as_json: bool) -> None:
     "--memory", type=Size(), default="2GB", show_default=True, help="Maximum memory of the program."
 )
 @options.as_json
+@by_all_or_in_parts
 def merge(
     sources: tuple[str, ...],
     *,
@@ -531,6 +529,7 @@ def merge(
     keys: tuple[str, ...],
     dry_run: bool,
     as_json: bool,
+    how: How,
     **arguments: Any,
 ) -> None:
     """Write the weighted sum of the leaves of all SOURCE as a new checkpoint at DESTINATION.
@@ -544,13 +543,15 @@ def merge(
     eformer merge ./run-a ./run-b soup.safetensors --weights 0.6,0.4
     eformer merge ./base ./merged --lora ./adapter --to safetensors
     eformer merge ./hf ./merged --lora ./adapter --to hf --like ./hf
+    srun -N 4 eformer merge ./run ./merged --last 5 --weights wsm --to safetensors
     """
-    from eformer._engine.tools.merge import merge as carry_out
+    from eformer._engine.tools.merge import merge_in
 
     *paths, destination = sources
     if not paths:
         raise click.UsageError("expected: eformer merge SOURCE... DESTINATION")
-    done = carry_out(
+    done = merge_in(
+        how,
         paths,
         destination,
         weights=_parse_weights(weights),

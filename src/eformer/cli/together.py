@@ -35,6 +35,14 @@ _OPTIONS = (
         help="The number of this process, from 0, and the number of all. 0/1 ignores a launcher.",
     ),
 )
+_PARTS = (
+    click.option(
+        "--part",
+        metavar="I/N",
+        help="Write part I of N, from 0: for arrays of independent jobs, then --commit.",
+    ),
+    click.option("--commit", is_flag=True, help="Make DESTINATION from all parts that --part has written."),
+)
 
 
 class _State:
@@ -70,6 +78,20 @@ def by_all_processes(command: F) -> F:
     for option in reversed(_OPTIONS):
         run = option(run)
     return run  # type: ignore[return-value]
+
+
+def by_all_or_in_parts(command: F) -> F:
+    """Add the options of several processes and of independent jobs to a command, which gets them as `how`."""
+
+    @wraps(command)
+    def run(*args: Any, crew: Crew | None, part: str | None, commit: bool, **given: Any) -> Any:
+        from eformer._engine.tools.convert_parts import How  # late: `--help` should not wait for it
+
+        return command(*args, how=How.of(crew, part, commit), **given)
+
+    for option in reversed(_PARTS):
+        run = option(run)
+    return by_all_processes(run)  # type: ignore[return-value]
 
 
 def is_said_elsewhere(error: Exception) -> bool:

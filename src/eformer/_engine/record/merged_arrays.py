@@ -8,6 +8,7 @@ Tests: tests/engine/tools/test_merge.py.
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from eformer._engine.record.pieces import PIECE_BYTES, bounding, joined, pieces_
 from eformer._engine.record.planned import LazyArray
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 Array = np.ndarray[Any, Any]
 
@@ -89,17 +90,22 @@ class WeightedSum(_OfOneLeaf):
         return map(bounding, joined(inside, self.wide.itemsize, _MOST_BYTES))
 
     def _sum(self, box: Box) -> Array:
-        total = np.zeros(box.size, self.wide)
+        return self.sum_of(box.shape, (array.read(box) for array in self.inners))
+
+    def sum_of(self, shape: Sequence[int], boxes: Iterable[Array]) -> Array:
+        """Return the sum of boxes of this shape, one of each array."""
+        size = math.prod(shape)
+        total = np.zeros(size, self.wide)
         with np.errstate(all="ignore"):  # a sum of infinities is NaN, as in the program without files
-            for n, (array, weight) in enumerate(zip(self.inners, self.weights, strict=True)):
-                found = array.read(box).reshape(-1)
-                for part in _parts_in_cache(box.size):
+            for n, (elements, weight) in enumerate(zip(boxes, self.weights, strict=True)):
+                found = elements.reshape(-1)
+                for part in _parts_in_cache(size):
                     term = found[part].astype(self.wide)
                     term *= weight
                     total[part] = total[part] + term if n else term  # 0.0 plus -0.0 would be 0.0
             if self.total != 1:
                 total /= self.total
-            return total.astype(self.dtype, copy=False).reshape(box.shape)
+            return total.astype(self.dtype, copy=False).reshape(shape)
 
 
 def _parts_in_cache(number: int) -> Iterator[slice]:

@@ -226,7 +226,7 @@ def write_part(
     own: OwnPart,
     staging: Staging,
     meter: Meter,
-    small_leaves: Callable[[int, Sequence[Source]], Mapping[str, Source]],
+    small_leaves: Callable[[Sequence[Source]], Mapping[str, Source]],
 ) -> None:
     """Write the bytes of a part and its receipt. A part whose digests hold is not written again."""
     if _holds(parts, trees, part, own, meter):
@@ -254,11 +254,11 @@ def _own_files(
     number: int,
     tree: PlannedTree,
     own: OwnPart,
-    small_leaves: Callable[[int, Sequence[Source]], Mapping[str, Source]],
+    small_leaves: Callable[[Sequence[Source]], Mapping[str, Source]],
 ) -> list[PlannedFile]:
     """Return the files of a tree with the extents of this part alone. Digests are set in the extents of the plan."""
     mine = [one for one in own.pieces if one.tree == number]
-    ready = small_leaves(number, [one.extent.source for one in mine])
+    ready = small_leaves([one.extent.source for one in mine])
     by_file: dict[int, list[PlannedExtent]] = {file: [] for tree_, file in own.headers if tree_ == number}
     for one in mine:
         is_whole = one.stop - one.first == len(one.extent.digests)
@@ -369,7 +369,7 @@ class SaveOfParts(Save):
     parts: Parts
     number: int
     tree: PlannedTree
-    small_leaves: Callable[[int, Sequence[Source]], Mapping[str, Source]]
+    small_leaves: Callable[[Sequence[Source]], Mapping[str, Source]]
 
     def join(self, save_id: str, token: str) -> None:
         """Join the upload of the first process to a bucket."""
@@ -395,7 +395,7 @@ class SaveOfParts(Save):
             return
         extents = [extent for _, _, extent in self.tree.extents]
         lacking = {e.source.name: e.source for e in extents if lacks_fingerprint(e, self.entry.block)}
-        ready = self.small_leaves(self.number, list(lacking.values()))
+        ready = self.small_leaves(list(lacking.values()))
         for extent in extents:
             extent.source = ready.get(extent.source.name, extent.source)
         staging = Staging(self.options.staging_bytes)

@@ -26,8 +26,8 @@ from eformer._engine.formats.safetensors.names import SUFFIX, refuse_other_suffi
 from eformer._engine.processes.hosts import Hosts
 from eformer._engine.record.dequantized import undequantized
 from eformer._engine.record.digests import xxh3_128
-from eformer._engine.record.division import parse_part
 from eformer._engine.record.lazy_arrays import StoredLeaf, decoded_together, stored_leaves
+from eformer._engine.record.merged_arrays import WeightedSum
 from eformer._engine.record.options import SaveOptions
 from eformer._engine.record.origin import config_in
 from eformer._engine.record.text import count, few, size
@@ -59,6 +59,7 @@ from eformer._engine.tools.conversion import (
 )
 from eformer._engine.tools.convert_parts import (
     DividedWork,
+    How,
     alone_for_all,
     commit_parts,
     convert_part,
@@ -76,11 +77,11 @@ from eformer.errors import FormatError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+    import numpy as np
+
     from eformer._engine.formats.found import Found
     from eformer._engine.formats.model_config import ModelConfig
     from eformer._engine.formats.run_steps import StepChoice
-    from eformer._engine.processes.crew import Crew
-    from eformer._engine.record.division import Portion
     from eformer._engine.record.manifest import TreeEntry
     from eformer._engine.record.planned import Source
     from eformer._engine.record.rename import RenameRules
@@ -173,33 +174,18 @@ def convert(
         ('the source has no digests: its bytes could be read, but not checked',)
     """
     arguments = {name: value for name, value in locals().items() if name not in ("source", "destination")}
-    return convert_in(None, source, destination, **arguments)
+    how = How.of(part=arguments.pop("part"), commit=arguments.pop("commit"))
+    return convert_in(how, source, destination, **arguments)
 
 
+@uninterrupted
 def convert_in(
-    crew: Crew | None, source: str | os.PathLike[str], destination: str | os.PathLike[str], **arguments: Any
+    how: How, source: str | os.PathLike[str], destination: str | os.PathLike[str], **arguments: Any
 ) -> Conversion:
-    """Convert by all processes of a crew; None converts by this process alone. The arguments are those of `convert`."""
-    part, commit = arguments.pop("part", None), arguments.pop("commit", False)
-    if part is not None and commit:
-        raise ValueError("part= and commit= are two calls: write all parts, then commit")
-    how = How(crew, None if part is None else parse_part(part), commit)
+    """Convert by all processes of a crew, in parts, or alone. The other arguments are those of `convert`."""
     step, prefix, dequant = (arguments.get(name) for name in ("step", "prefix", "dequant"))
     opening = partial(_open, source, step, prefix, dtype_of_dequant(dequant))
     return convert_opened(opening, source, destination, how=how, **arguments)
-
-
-@dataclass(frozen=True, slots=True)
-class How:
-    """How to divide a conversion: among the processes of a crew, or in parts that jobs write and one job commits.
-
-    `detail` tells conversions apart whose leaves are computed differently, such as merges with other weights.
-    """
-
-    crew: Crew | None = None
-    part: Portion | None = None
-    commit: bool = False
-    detail: str = ""
 
 
 def convert_opened(
@@ -225,7 +211,7 @@ def convert_opened(
     card: bool = True,
     progress: Progress = None,
     dequant: Any = None,
-    how: How | None = None,
+    how: How = How(),  # noqa: B008  frozen
 ) -> Conversion:
     """Convert the trees that `opening` opens. The arguments are those of `convert`."""
     place = _place_of(destination)
@@ -263,8 +249,7 @@ def convert_opened(
         conversion = summarize(source if step is None else found.path, destination, target, trees, left_out)
         budget = _budget(memory, trees, target)
         if not dry_run:
-            how = how or How()
-            work = _Work(place, target, trees, budget, max_shard_bytes, files, conversion, how.detail)
+            work = _Work(place, target, trees, settled, budget, max_shard_bytes, files, conversion)
             _carry_out(work, how, progress)
     return conversion
 
@@ -454,11 +439,11 @@ class _Work:
     place: _Destination | _HubDestination
     target: TargetFormat
     trees: Mapping[str, ConvertedTree]
+    rules: ModelRules | None
     budget: int
     max_shard_bytes: int | None
     files: ModelFiles | None
     conversion: Conversion
-    detail: str = ""
 
     @property
     def options(self) -> SaveOptions:
@@ -474,9 +459,7 @@ class _Work:
         read = [
             (
                 prefix,
-                list(tree.view.parents),
-                tree.view.tree.files,
-                tree.view.tree.raw_metadata,
+                tree.view.identity,
                 (tree.raw_values, tree.structure, tree.origin, tree.adapter_config),
             )
             for prefix, tree in self.trees.items()
@@ -484,12 +467,17 @@ class _Work:
         made = [
             self.target,
             self.place.name,
+            self.rules,
             self.max_shard_bytes,
             self.conversion.leaves,
-            self.detail,
             __version__,
         ]
-        return xxh3_128(msgspec.json.encode([read, made], enc_hook=repr))
+        return xxh3_128(msgspec.json.encode([read, made], enc_hook=_as_json))
+
+
+def _as_json(value: Any) -> str:
+    """Return the pattern of a rule, which its `repr` would shorten, or the text of any other object."""
+    return value.pattern if isinstance(value, re.Pattern) else repr(value)
 
 
 def _carry_out(work: _Work, how: How, progress: Progress) -> None:
@@ -528,7 +516,7 @@ def _convert_alone(work: _Work, progress: Progress) -> None:
 
 def _divided(work: _Work) -> DividedWork:
     """Return the conversion with a save for each tree, which is committed when all parts are there."""
-    place, views = work.place, [tree.view for tree in work.trees.values()]
+    place = work.place
     assert isinstance(place, _Destination)
     saves: dict[str, SaveOfParts] = {}
     around = place.around if place.where is None else LocalStore(place.where.parent)
@@ -541,16 +529,13 @@ def _divided(work: _Work) -> DividedWork:
         save.store = store if save.file else store.at(name)
         return save
 
-    def small_leaves(number: int, sources: Sequence[Source]) -> dict[str, Source]:
-        return _small_leaves_read(views[number], sources, work.budget // 4)
-
     return DividedWork(
         place.where or work.conversion.destination,
         work.identity,
         list(saves.values()),
         work.budget,
         place.require_free,
-        small_leaves,
+        partial(_small_leaves_read, room=work.budget // 4),
         lambda: _write(work, SILENT, planned_save),
     )
 
@@ -593,30 +578,57 @@ def _file(store: Store, name: str) -> Path:
 
 def _with_small_leaves_read(tree: ConvertedTree, room: int) -> list[Source]:
     """Read small leaves ahead in one batch, as many as fit into `room`; return the sources with these in memory."""
-    ready = _small_leaves_read(tree.view, tree.sources, room)
+    ready = _small_leaves_read(tree.sources, room)
     return [ready.get(source.name, source) for source in tree.sources]
 
 
-def _small_leaves_read(view: View, sources: Iterable[Source], room: int) -> dict[str, Source]:
-    """Read small leaves in one batch, as many as fit into `room`; return their sources, with the leaves in memory."""
-    chosen: dict[str, StoredLeaf] = {}
-    by_name = {}
+def _small_leaves_read(sources: Iterable[Source], room: int) -> dict[str, Source]:
+    """Read small leaves in one batch of each checkpoint, as many as fit into `room`; return their sources, with the
+    leaves in memory."""
+    chosen: list[tuple[Source, StoredLeaf | WeightedSum, list[StoredLeaf]]] = []
     for source in sources:
-        by_name[source.name] = source
         ((_, array),) = source.parts or ((None, None),)
-        if (
-            isinstance(array, StoredLeaf)
-            and array.reader is view
-            and 0 < array.entry.nbytes <= _SMALL < room
-            and not array.decoded_nbytes
-        ):
-            room -= array.entry.nbytes
-            chosen[source.name] = array
-    arrays = view.read_all([array.name for array in chosen.values()])
+        if isinstance(array, (StoredLeaf, WeightedSum)) and (leaves := _small_leaves_of(array, room)):
+            room -= sum(leaf.entry.nbytes for leaf in leaves)
+            chosen.append((source, array, leaves))
+    read = _read_together(leaf for _, _, leaves in chosen for leaf in leaves)
     return {
-        name: msgspec.structs.replace(by_name[name], whole=arrays[array.name], parts=(), regions=())
-        for name, array in chosen.items()
+        source.name: msgspec.structs.replace(
+            source, whole=_value_of(array, [read[leaf] for leaf in leaves]), parts=(), regions=()
+        )
+        for source, array, leaves in chosen
     }
+
+
+def _small_leaves_of(array: StoredLeaf | WeightedSum, room: int) -> list[StoredLeaf]:
+    """Return the stored leaves of a leaf, or of a sum, if all are small; otherwise an empty list."""
+    inners = [array] if isinstance(array, StoredLeaf) else array.inners
+    small = [leaf for leaf in inners if isinstance(leaf, StoredLeaf) and _is_small(leaf)]
+    nbytes = sum(leaf.entry.nbytes for leaf in small)
+    return small if len(small) == len(inners) and nbytes < room else []
+
+
+def _is_small(leaf: StoredLeaf) -> bool:
+    return isinstance(leaf.reader, View) and 0 < leaf.entry.nbytes <= _SMALL and not leaf.decoded_nbytes
+
+
+def _read_together(leaves: Iterable[StoredLeaf]) -> dict[StoredLeaf, np.ndarray[Any, Any]]:
+    """Read whole leaves, all of a checkpoint in one batch."""
+    by_view: dict[int, tuple[View, list[StoredLeaf]]] = {}
+    for leaf in leaves:
+        assert isinstance(leaf.reader, View)
+        by_view.setdefault(id(leaf.reader), (leaf.reader, []))[1].append(leaf)
+    found: dict[StoredLeaf, np.ndarray[Any, Any]] = {}
+    for view, together in by_view.values():
+        arrays = view.read_all([leaf.name for leaf in together])
+        found |= {leaf: arrays[leaf.name] for leaf in together}
+    return found
+
+
+def _value_of(
+    array: StoredLeaf | WeightedSum, elements: Sequence[np.ndarray[Any, Any]]
+) -> np.ndarray[Any, Any]:
+    return elements[0] if isinstance(array, StoredLeaf) else array.sum_of(array.shape, elements)
 
 
 def _write_stream(

@@ -1,6 +1,6 @@
-"""Carry out a conversion by several processes, or by independent jobs of a part each.
+"""Carry out a conversion or a merge by several processes, or by independent jobs of a part each.
 
-Tests: tests/engine/tools/test_parts.py, tests/multihost/test_conversions.py.
+Tests: tests/engine/tools/test_parts.py, tests/multihost/test_conversions.py, tests/multihost/test_merges.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from eformer._engine.processes.crew import announced
+from eformer._engine.record.division import parse_part
 from eformer._engine.record.text import few
 from eformer._engine.saving.in_parts import (
     Division,
@@ -42,6 +43,27 @@ if TYPE_CHECKING:
 VISIBLE_WITHIN = 10.0  # seconds that a file may take to appear on other machines of a network file system
 
 
+@dataclass(frozen=True, slots=True)
+class How:
+    """How to divide a conversion: among the processes of a crew, or in parts that jobs write and one job commits."""
+
+    crew: Crew | None = None
+    part: Portion | None = None
+    commit: bool = False
+
+    @classmethod
+    def of(cls, crew: Crew | None = None, part: str | None = None, commit: bool = False) -> How:
+        """Parse the arguments of a call. Raise ValueError if they exclude each other."""
+        if part is not None and commit:
+            raise ValueError("part= and commit= are two calls: write all parts, then commit")
+        if crew is not None and (part is not None or commit):
+            raise ValueError(
+                f"part= and commit= are for independent jobs, and {crew.count} processes run this command together; "
+                "leave them out, or pass --process 0/1 to run each process alone"
+            )
+        return cls(crew, None if part is None else parse_part(part), commit)
+
+
 @dataclass(slots=True)
 class DividedWork:
     """A conversion to a new checkpoint at `where`, a path or the URL of a bucket, that parts write to.
@@ -50,7 +72,7 @@ class DividedWork:
     saves          one for each tree, which every part plans alike
     budget         the bytes of elements that may be in memory
     require_free   raises if the destination is taken, or the disk too small for so many bytes
-    small_leaves   reads small leaves together: given the number of a tree and its sources, returns ready ones by name
+    small_leaves   reads small leaves together: given sources, returns ready ones by name
     commit         makes the destination with these saves
     """
 
@@ -59,7 +81,7 @@ class DividedWork:
     saves: Sequence[SaveOfParts]
     budget: int
     require_free: Callable[[int], None]
-    small_leaves: Callable[[int, Sequence[Source]], Mapping[str, Source]]
+    small_leaves: Callable[[Sequence[Source]], Mapping[str, Source]]
     commit: Callable[[], None]
     trees: list[PlannedTree] = field(default_factory=list)
 

@@ -21,7 +21,8 @@ from eformer._engine.record.merged_arrays import WeightedSum
 from eformer._engine.record.names import names_below, resolve
 from eformer._engine.record.text import count, few, shortened
 from eformer._engine.tasks.interrupts import uninterrupted
-from eformer._engine.tools.convert import How, convert_opened, left_out_of, require_numbers
+from eformer._engine.tools.convert import convert_opened, left_out_of, require_numbers
+from eformer._engine.tools.convert_parts import How
 from eformer._engine.tools.lora import add_lora, lora_settings
 from eformer._engine.tools.view import View
 from eformer.errors import MismatchError, NotFoundError
@@ -68,6 +69,8 @@ def merge(
     allow_missing: bool = False,
     progress: Progress = None,
     dequant: Any = None,
+    part: str | None = None,
+    commit: bool = False,
 ) -> Conversion:
     """Write weighted sums of the leaves of `sources` as a new checkpoint at `destination`.
 
@@ -98,6 +101,8 @@ def merge(
     allow_missing    merge even if some files that may hold leaves are not read; the notes list them
     progress         True for a progress bar, or a function of the bytes done and the total
     dequant          a floating dtype, such as "bf16", for the weights of a quantised model, see `convert`
+    part             for independent jobs: "7/64" writes part 7 of 64, see `convert`
+    commit           for independent jobs: makes the destination from all parts, see `convert`
 
     Example:
 
@@ -105,8 +110,29 @@ def merge(
         >>> plan.notes
         ('from the last source alone: step',)
     """
+    arguments = {name: value for name, value in locals().items() if name not in ("sources", "destination")}
+    how = How.of(part=arguments.pop("part"), commit=arguments.pop("commit"))
+    return merge_in(how, sources, destination, **arguments)
+
+
+@uninterrupted
+def merge_in(
+    how: How,
+    sources: Sources,
+    destination: str | os.PathLike[str],
+    *,
+    weights: Weights = "mean",
+    ema: float | None = None,
+    last: int | None = None,
+    lora: str | os.PathLike[str] | None = None,
+    lora_config: Mapping[str, Any] | None = None,
+    rename: RenameRules | None = None,
+    **arguments: Any,
+) -> Conversion:
+    """Merge by all processes of a crew, in parts, or alone. The other arguments are those of `merge`."""
     paths, by_path = _paths_of(sources, last)
     _check(paths, by_path, weights=weights, ema=ema, last=last, lora=lora, config=lora_config, rename=rename)
+    prefix, root, keys, dtype = (arguments.get(name) for name in ("prefix", "root", "keys", "dtype"))
     chosen = _Chosen(
         prefix, root, None if keys is None else (keys,) if isinstance(keys, str) else tuple(keys)
     )
@@ -116,30 +142,15 @@ def merge(
         numbers = (
             weights_of_ema(ema, len(paths)) if ema is not None else weights_of(by_path or weights, paths)
         )
-        how = f"ema {ema:g}" if ema is not None else weights if isinstance(weights, str) else "weighted"
-        plan = _Average(chosen, result, numbers, "weighted" if by_path else how)
+        rule = f"ema {ema:g}" if ema is not None else weights if isinstance(weights, str) else "weighted"
+        plan = _Average(chosen, result, numbers, "weighted" if by_path else rule)
     else:
         paths = [*paths, os.fspath(lora)]
         plan = _Lora(chosen, result, lora_config, rename)
-    opening = partial(_open, paths, plan, dtype_of_dequant(dequant), allow_missing)
-    return convert_opened(
-        opening,
-        shortened(", ".join(paths), _MOST_SHOWN),
-        destination,
-        to=to,
-        prefix=prefix,
-        root=root,
-        keys=keys,
-        like=like,
-        dtype=dtype,
-        max_shard_bytes=max_shard_bytes,
-        memory=memory,
-        dry_run=dry_run,
-        allow_missing=allow_missing,
-        progress=progress,
-        dequant=dequant,
-        how=How(detail=repr((paths, plan))),
-    )
+    dequant = dtype_of_dequant(arguments.get("dequant"))
+    opening = partial(_open, paths, plan, dequant, bool(arguments.get("allow_missing")))
+    source = shortened(", ".join(paths), _MOST_SHOWN)
+    return convert_opened(opening, source, destination, how=how, **arguments)
 
 
 # ------------------------------------------------------------------------------------------- arguments
@@ -219,11 +230,18 @@ class MergedView(View):
     tool = "merge"
     merged: Mapping[str, LazyArray] = MappingProxyType({})
     origins: Sequence[Origin] = ()
+    others: Sequence[View] = ()  # the views of the other checkpoints
+    recipe: Any = None  # the numbers by which they are merged, as JSON
 
     @property
     def arrays(self) -> Mapping[str, LazyArray]:
         """Return the arrays of the merged tree by name."""
         return {**super().arrays, **self.merged}
+
+    @property
+    def identity(self) -> Any:
+        """Return everything that the leaves depend on: the records of all checkpoints, and how they are merged."""
+        return [super().identity, [view.identity for view in self.others], self.recipe]
 
     @property
     def parents(self) -> Sequence[Origin]:
@@ -295,7 +313,7 @@ class _Average:
 
     def combine(self, found: Sequence[Found], views: Sequence[View]) -> Iterator[str]:
         """Let the last view have the sums. Yield a problem for each leaf that the checkpoints do not share."""
-        *_, last = views
+        *others, last = views
         assert isinstance(last, MergedView)
         arrays = [view.arrays for view in views]
         chosen = self.chosen.names([*arrays[-1], *last.raw_values])
@@ -303,6 +321,7 @@ class _Average:
         for one, view in zip(found, views, strict=True):
             require_numbers(one, view, summed)
         yield from self._differences(found, arrays, summed)
+        last.others, last.recipe = others, self.weights
         how = f"{self.rule} of {len(views)}"
         last.merged = {
             name: WeightedSum(
@@ -364,6 +383,7 @@ class _Lora:
         config = lora_settings(lora, self.config)
         added = add_lora(into.arrays, lora, config, partial(_dtype_for, dtype=self.dtype))
         into.merged, into.notes = added.arrays, added.notes
+        into.others, into.recipe = [lora], config
         into.origins = [into.as_parent, {**lora.as_parent, "as": "lora"}]
         return base, {new: into}
 

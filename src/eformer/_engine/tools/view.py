@@ -359,6 +359,11 @@ class View(Shown, Mapping[str, Any]):
         return parent_of(self._path, self._tree.save_id, self._found.manifest.digest)
 
     @property
+    def identity(self) -> Any:
+        """Return everything that the leaves depend on, for a digest: the record, and how it is read."""
+        return [self.as_parent, self._tree.files, self._tree.raw_metadata, self._dequant, self._settled]
+
+    @property
     def parents(self) -> Sequence[Origin]:
         """Describe the checkpoints that a conversion of this view is made from."""
         return [self.as_parent]
