@@ -158,6 +158,7 @@ def package(ocp, root):
         },
     )
     yield "unknown", outcome(getattr, ocp, "no_such_name")
+    yield "cloud logger", hasattr(ocp.logging, "CloudLogger")
 
 
 @scenario

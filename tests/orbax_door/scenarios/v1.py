@@ -248,6 +248,26 @@ def contexts(ocp, root):
         ),
     )
     yield "names", [each.name for each in v1.options.CheckpointLayout]
+    yield "pathways", outcome(lambda: one.pathways_options.checkpointing_impl)
+    yield "read of options", [two.async_options.timeout_secs, two.pytree_options.loading.partial_load]
+
+
+@scenario
+def handlers_by_name(ocp, root):
+    handlers = ocp.v1.handlers
+    registry = handlers.local_registry(include_global_registry=False)
+    registry.add(handlers.PyTreeHandler, checkpointable_name="state")
+    registry.add(handlers.JsonHandler, checkpointable_name="config")
+    yield "has", [registry.has("state"), registry.has("other")]
+    yield "again", outcome(registry.add, handlers.JsonHandler, checkpointable_name="config")
+    with ocp.v1.Context(checkpointables_options=ocp.v1.options.CheckpointablesOptions(registry=registry)):
+        given = {"state": small(), "config": {"a": 1}}
+        yield "save", outcome(ocp.v1.save_checkpointables, root / "a", given)
+        yield "load", outcome(ocp.v1.load_checkpointables, root / "a")
+        yield "other", outcome(ocp.v1.save_checkpointables, root / "b", {"other": small()})
+    yield "is JSON", there(root, "a/config/metadata", "a/config/data.json")
+    yield "load without", outcome(ocp.v1.load_checkpointables, root / "a")
+    yield "decorator", callable(handlers.register_handler)
 
 
 @scenario
