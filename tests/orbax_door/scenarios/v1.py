@@ -120,7 +120,7 @@ def kinds_of_checkpointables(ocp, root, name):
     )
     yield "load", outcome(lambda: ocp.v1.load_checkpointables(root / "a")["it"])
     yield "load like", outcome(lambda: ocp.v1.load_checkpointables(root / "a", {"it": value})["it"])
-    yield "is JSON", there(root, "a/it/metadata")
+    yield "is JSON", there(root, "a/it/data.json")
     yield "as a tree", outcome(ocp.v1.save, root / "b", value)
     yield "loaded", outcome(ocp.v1.load, root / "b")
 
