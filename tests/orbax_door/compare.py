@@ -74,7 +74,9 @@ def differing(name, oracle, door):
 def agree(oracle, door):
     """Tell whether a caller sees the same. The door's exceptions may belong to more families; words are its own."""
     if isinstance(oracle, dict) and isinstance(door, dict):
-        oracle, door = ({key: each for key, each in side.items() if key != "message"} for side in (oracle, door))
+        oracle, door = (
+            {key: each for key, each in side.items() if key != "message"} for side in (oracle, door)
+        )
         return oracle.keys() == door.keys() and all(_agree_at(key, oracle[key], door[key]) for key in oracle)
     if isinstance(oracle, list) and isinstance(door, list):
         return len(oracle) == len(door) and all(map(agree, oracle, door))

@@ -14,7 +14,9 @@ def check(oracle, *, write):
     """Compare the table with Orbax, or write it; return the cells that differ."""
     found = table(oracle)
     if write:
-        TABLE.write_text(_HEAD + "".join(f"\n[{row}]\n{_lines(cells)}" for row, cells in found.items()), "utf-8")
+        TABLE.write_text(
+            _HEAD + "".join(f"\n[{row}]\n{_lines(cells)}" for row, cells in found.items()), "utf-8"
+        )
     known = tomllib.loads(TABLE.read_text("utf-8")) if TABLE.exists() else {}
     return [
         f"kinds.toml: {row}: {cell}: has {known.get(row, {}).get(cell)!r}, Orbax has {value!r}"
@@ -34,7 +36,9 @@ def table(oracle):
     for name, views in oracle.items():
         if name.startswith("kinds.comes_back"):
             kind = name.partition("[")[2].partition(" by ")[0]
-            rows.setdefault(kind.replace(" ", "-"), {}).update({label: short(view) for label, view in views.items()})
+            rows.setdefault(kind.replace(" ", "-"), {}).update(
+                {label: short(view) for label, view in views.items()}
+            )
     return rows
 
 
@@ -54,7 +58,13 @@ def short(view):
     if "python" in view:
         return "None" if view["value"] == "None" else f"{view['python']} {view['value']}"
     if "items" in view:
-        name = view.get("namedtuple") or view.get("dataclass") or view.get("mapping") or view.get("sequence") or view.get("node")
+        name = (
+            view.get("namedtuple")
+            or view.get("dataclass")
+            or view.get("mapping")
+            or view.get("sequence")
+            or view.get("node")
+        )
         items = view["items"].items() if isinstance(view["items"], dict) else enumerate(view["items"])
         inside = ", ".join(f"{str(key).removeprefix('str:')}: {short(each)}" for key, each in items)
         return f"{name}({inside})"

@@ -14,6 +14,7 @@ import numpy as np
 
 _METADATA = ("ArrayMetadata", "ScalarMetadata", "StringMetadata")
 _LIBRARIES = ("orbax.", "eformer.")
+_ERRORS = ("StepAlreadyExistsError", "StepNotFoundError", "InvalidLayoutError", "DeletionInProgressError")
 _V1 = ("step", "metadata", "metrics", "custom_metadata")
 
 
@@ -36,11 +37,15 @@ class Viewer:
         return shown if value.says is None else {**shown, "says": value.says}
 
     def _leaf(self, value):
-        if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
-            if not isinstance(value, np.generic):
-                return {"python": type(value).__name__, "value": self._text(str(value))}
+        plain = value is None or isinstance(value, (bool, int, float, complex, str, bytes))
+        if plain and not isinstance(value, np.generic):
+            return {"python": type(value).__name__, "value": self._text(str(value))}
         if isinstance(value, jax.Array):
-            return {"jax": _array(value), "weak": bool(value.aval.weak_type), "sharding": sharding(value.sharding)}
+            return {
+                "jax": _array(value),
+                "weak": bool(value.aval.weak_type),
+                "sharding": sharding(value.sharding),
+            }
         if isinstance(value, (np.ndarray, np.generic)):
             return {"numpy" if isinstance(value, np.ndarray) else "numpy scalar": _array(value)}
         if isinstance(value, jax.ShapeDtypeStruct):
@@ -62,7 +67,7 @@ class Viewer:
         """View objects of the library by their attributes; a class that is not known has its name alone."""
         if not type(value).__module__.startswith(_LIBRARIES):
             return None
-        has = lambda *names: all(_has(value, name) for name in names)  # noqa: E731
+        has = lambda *names: all(_has(value, name) for name in names)
         if isinstance(value, self.ocp.args.Composite):
             return {"composite": {key: self.view(value[key]) for key in value.keys()}}  # noqa: SIM118
         if kinds := [name for name in _METADATA if isinstance(value, getattr(self.ocp.metadata, name))]:
@@ -76,7 +81,9 @@ class Viewer:
         if has("tree", "custom_metadata"):
             return {"tree metadata": self._attributes(value, "tree", "custom_metadata")}
         if has("metadata", "custom_metadata", "init_timestamp_nsecs"):
-            return {"checkpoint metadata": self._attributes(value, *(name for name in _V1 if _has(value, name)))}
+            return {
+                "checkpoint metadata": self._attributes(value, *(name for name in _V1 if _has(value, name)))
+            }
         if dataclasses.is_dataclass(value) or isinstance(value, tuple) or _is_mapping(value):
             return None
         return {"object": type(value).__name__}
@@ -93,13 +100,19 @@ class Viewer:
     def _container(self, value):
         kind = type(value).__name__
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return {"namedtuple": kind, "items": {name: self.view(getattr(value, name)) for name in value._fields}}
+            return {
+                "namedtuple": kind,
+                "items": {name: self.view(getattr(value, name)) for name in value._fields},
+            }
         if isinstance(value, (list, tuple)):
             return {"sequence": kind, "items": [self.view(each) for each in value]}
         if isinstance(value, (set, frozenset)):
-            return {"set": kind, "items": sorted(json.dumps(self.view(each), sort_keys=True) for each in value)}
+            return {
+                "set": kind,
+                "items": sorted(json.dumps(self.view(each), sort_keys=True) for each in value),
+            }
         if _is_mapping(value):
-            items = {f"{type(key).__name__}:{self._text(str(key))}": self.view(value[key]) for key in value.keys()}  # noqa: SIM118
+            items = {f"{type(key).__name__}:{self._text(str(key))}": self.view(value[key]) for key in value}
             return {"mapping": kind, "items": items}
         if dataclasses.is_dataclass(value):
             names = [each.name for each in dataclasses.fields(value)]
@@ -111,8 +124,13 @@ class Viewer:
 
 
 def families(error):
-    """Name the classes by which a caller may catch the exception."""
-    return [each.__name__ for each in type(error).__mro__ if each not in (Exception, BaseException, object)]
+    """Name the classes by which a caller may catch the exception; private classes of the libraries do not count."""
+    known = [each for each in type(error).__mro__ if each not in (Exception, BaseException, object)]
+    return [
+        each.__name__
+        for each in known
+        if each.__name__ in _ERRORS or not each.__module__.startswith(_LIBRARIES)
+    ]
 
 
 def sharding(found):
@@ -150,4 +168,6 @@ def _has(value, name):
 
 
 def _is_mapping(value):
-    return isinstance(value, dict) or all(hasattr(type(value), name) for name in ("keys", "__getitem__", "__len__"))
+    return isinstance(value, dict) or all(
+        hasattr(type(value), name) for name in ("keys", "__getitem__", "__len__")
+    )

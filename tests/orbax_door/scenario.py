@@ -57,7 +57,7 @@ def outcome(call, *args, words=None, **kwargs):
     """Call, and return the `Outcome`. `words` is a regular expression that callers are known to match."""
     try:
         return Outcome(value=call(*args, **kwargs))
-    except Exception as error:  # noqa: BLE001  every exception is a result
+    except Exception as error:
         says = bool(re.search(words, str(error), re.DOTALL)) if words else None
         return Outcome(error=error, says=says)
 
@@ -65,7 +65,10 @@ def outcome(call, *args, words=None, **kwargs):
 def there(directory, *names):
     """Tell of each name below the directory whether it is a file, a directory, or absent."""
     kinds = {name: Path(directory, name) for name in names}
-    return {name: "directory" if path.is_dir() else "file" if path.is_file() else None for name, path in kinds.items()}
+    return {
+        name: "directory" if path.is_dir() else "file" if path.is_file() else None
+        for name, path in kinds.items()
+    }
 
 
 def listing(directory):

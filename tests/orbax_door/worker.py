@@ -59,9 +59,13 @@ def seen(scenario, ocp, roots, leg):
     signal.alarm(LIMIT)
     try:
         for label, value in scenario.seen(ocp, root, leg):
-            name = label if label not in views else f"{label} {sum(each.startswith(label) for each in views) + 1}"
+            name = (
+                label
+                if label not in views
+                else f"{label} {sum(each.startswith(label) for each in views) + 1}"
+            )
             views[name] = viewer.view(value)
-    except Exception as error:  # noqa: BLE001  an accident is reported, and the next scenario runs
+    except Exception as error:
         views["accident"] = {"raised": families(error), "trace": traceback.format_exc()[-3000:]}
     finally:
         signal.alarm(0)

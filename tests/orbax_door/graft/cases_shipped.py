@@ -7,7 +7,9 @@ from orbax.checkpoint import AsyncCheckpointer, Checkpointer
 from orbax.checkpoint._src.checkpointers import checkpointer_test_utils
 
 try:
-    from orbax.checkpoint.experimental.v1._src.testing.compatibility import manager_compatibility_test_base as managers
+    from orbax.checkpoint.experimental.v1._src.testing.compatibility import (
+        manager_compatibility_test_base as managers,
+    )
     from orbax.checkpoint.experimental.v1._src.training import checkpointer_test_base as training
 except ImportError:  # an older Orbax has neither
     managers = training = None

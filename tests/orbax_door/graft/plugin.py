@@ -9,10 +9,10 @@ import sys
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
-import jax  # noqa: E402
-import jax.experimental.layout as layout  # noqa: E402
-import portpicker  # noqa: E402
-from absl import flags  # noqa: E402
+import jax
+import jax.experimental.layout as layout
+import portpicker
+from absl import flags
 
 # Modules of the package, and the names in them that the door has. Everything else stays Orbax's.
 NAMES = {

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
-import xml.etree.ElementTree as ElementTree
+import xml.etree.ElementTree as ET
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -29,7 +29,9 @@ PURE = """transform_utils_test.py checkpoint_args_test.py checkpoint_manager_opt
     _src/handlers/random_key_checkpoint_handler_test.py""".split()
 PUBLIC = """_src/handlers/composite_checkpoint_handler_test.py checkpoint_utils_test.py single_host_test.py test_utils_test.py
     _src/path/step_test.py""".split()
-NEEDS = "flax optax chex absl-py portpicker pytest pytest-timeout safetensors mock google-cloud-logging".split()
+NEEDS = (
+    "flax optax chex absl-py portpicker pytest pytest-timeout safetensors mock google-cloud-logging".split()
+)
 
 
 def main():
@@ -49,7 +51,9 @@ def main():
 
 def _options():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--orbax", default=WITH_TESTS[-1], help="the version whose tests run, with Orbax of that version")
+    parser.add_argument(
+        "--orbax", default=WITH_TESTS[-1], help="the version whose tests run, with Orbax of that version"
+    )
     parser.add_argument("--real", action="store_true", help="Orbax's own classes alone")
     parser.add_argument("--python", help="an interpreter that has Orbax; without it, an environment is made")
     parser.add_argument("--set", choices=("pure", "public", "all", "shipped"), default="pure")
@@ -96,7 +100,9 @@ def source(version):
     base = place / f"orbax_checkpoint-{version}" / "orbax" / "checkpoint"
     if not base.exists():
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "download", "--no-deps"]
-        subprocess.run([*pip, "--no-binary", ":all:", "-d", place, f"orbax-checkpoint=={version}"], check=True)
+        subprocess.run(
+            [*pip, "--no-binary", ":all:", "-d", place, f"orbax-checkpoint=={version}"], check=True
+        )
         with tarfile.open(next(place.glob("*.tar.gz"))) as archive:
             archive.extractall(place, filter="data")
     return base
@@ -109,11 +115,32 @@ def cases(python, path, graft):
     report.parent.mkdir(parents=True, exist_ok=True)
     paths = os.pathsep.join(map(str, [HERE.parents[1]]))
     environment = {**os.environ, "PYTHONPATH": paths, "EFORMER_ORBAX_GRAFT": graft, "JAX_PLATFORMS": "cpu"}
-    command = [python, "-m", "pytest", "-q", "-p", "orbax_door.graft.plugin", "--import-mode=importlib", "--noconftest"]
-    command += ["-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={WORK}", f"--junitxml={report}", str(path)]
+    command = [
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "orbax_door.graft.plugin",
+        "--import-mode=importlib",
+        "--noconftest",
+    ]
+    command += [
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        os.devnull,
+        f"--rootdir={WORK}",
+        f"--junitxml={report}",
+        str(path),
+    ]
     try:
-        done = subprocess.run(command, env=environment, cwd=WORK, timeout=LIMIT, check=False, capture_output=True, text=True)
-        (WORK / f"{path.stem}{'-door' * bool(graft)}.log").write_text(done.stdout + done.stderr, encoding="utf-8")
+        done = subprocess.run(
+            command, env=environment, cwd=WORK, timeout=LIMIT, check=False, capture_output=True, text=True
+        )
+        (WORK / f"{path.stem}{'-door' * bool(graft)}.log").write_text(
+            done.stdout + done.stderr, encoding="utf-8"
+        )
     except subprocess.TimeoutExpired:
         return {"(the file)": "time limit"}
     return read(report) if report.exists() else {"(the file)": "no report"}
@@ -122,7 +149,7 @@ def cases(python, path, graft):
 def read(report):
     """Read the outcomes of a report: passed, skipped or failed."""
     found = {}
-    for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314  written by the pytest that has just run
+    for case in ET.parse(report).iter("testcase"):
         kinds = {child.tag for child in case}
         state = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
         name = f"{case.get('classname', '').rpartition('.')[2]}.{case.get('name')}"
@@ -136,14 +163,28 @@ def row(path, real, door=None, *, listed=()):
     applicable = [case for case, state in real.items() if state == "passed"]
     text = f"{name:62} Orbax: {len(applicable):4} of {len(real):4} pass"
     if door is None:
-        print(text, *(f"   not with Orbax: {case}" for case, state in real.items() if state not in ("passed", "skipped")), sep="\n")
+        print(
+            text,
+            *(
+                f"   not with Orbax: {case}"
+                for case, state in real.items()
+                if state not in ("passed", "skipped")
+            ),
+            sep="\n",
+        )
         return 0
     known = [each["case"] for each in listed if fnmatchcase(name, each["file"])]
     failed = [case for case in applicable if door.get(case) != "passed"]
     open_ = [case for case in failed if not any(fnmatchcase(case, each) for each in known)]
     stale = [each for each in known if not any(fnmatchcase(case, each) for case in failed)]
-    print(f"{text}   door: {len(applicable) - len(failed):4} pass, {len(failed) - len(open_):3} listed, {len(open_):3} fail")
-    print(*(f"   fails: {case}" for case in open_), *(f"   listed, but passes: {case}" for case in stale), sep="\n")
+    print(
+        f"{text}   door: {len(applicable) - len(failed):4} pass, {len(failed) - len(open_):3} listed, {len(open_):3} fail"
+    )
+    print(
+        *(f"   fails: {case}" for case in open_),
+        *(f"   listed, but passes: {case}" for case in stale),
+        sep="\n",
+    )
     return len(open_) + len(stale)
 
 

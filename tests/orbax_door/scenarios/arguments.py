@@ -52,7 +52,7 @@ def composite_names(ocp, root):
     odd = ocp.args.Composite(**{"keys": 1, "items": 2, "with space": 3, "a.b": 4, "get": 5})
     yield "by item", [odd["keys"], odd["items"], odd["with space"], odd["a.b"], odd["get"]]
     yield "a method stays", callable(odd.keys)
-    yield "dunder", outcome(ocp.args.Composite, **{"__a": 1})
+    yield "dunder", outcome(ocp.args.Composite, __a=1)
     yield "positional", outcome(ocp.args.Composite, {"a": 1})
 
 
@@ -86,10 +86,25 @@ def composite_is_a_mapping(ocp, root):
 def fields_of_args(ocp, root):
     args = ocp.args
     yield "StandardSave", fields(args.StandardSave({"a": 1}), "item", "save_args", "custom_metadata")
-    yield "StandardRestore", fields(args.StandardRestore({"a": 1}), "item", "strict", "support_layout", "fallback_sharding")
+    yield (
+        "StandardRestore",
+        fields(args.StandardRestore({"a": 1}), "item", "strict", "support_layout", "fallback_sharding"),
+    )
     yield "StandardRestore empty", fields(args.StandardRestore(), "item", "strict")
-    yield "PyTreeSave", fields(args.PyTreeSave({"a": 1}), "item", "save_args", "ocdbt_target_data_file_size", "custom_metadata")
-    names = ("item", "restore_args", "transforms", "transforms_default_to_original", "legacy_transform_fn", "partial_restore")
+    yield (
+        "PyTreeSave",
+        fields(
+            args.PyTreeSave({"a": 1}), "item", "save_args", "ocdbt_target_data_file_size", "custom_metadata"
+        ),
+    )
+    names = (
+        "item",
+        "restore_args",
+        "transforms",
+        "transforms_default_to_original",
+        "legacy_transform_fn",
+        "partial_restore",
+    )
     yield "PyTreeRestore", fields(args.PyTreeRestore({"a": 1}, partial_restore=True), *names)
     yield "PyTreeRestore empty", fields(args.PyTreeRestore(), *names)
     yield "JsonSave", fields(args.JsonSave({"a": 1}), "item")
@@ -108,13 +123,26 @@ def fields_of_args(ocp, root):
 def args_are_args(ocp, root):
     names = "StandardSave StandardRestore PyTreeSave PyTreeRestore JsonSave JsonRestore ArraySave ArrayRestore Composite "
     names += "JaxRandomKeySave JaxRandomKeyRestore NumpyRandomKeySave NumpyRandomKeyRestore"
-    yield "all", {name: issubclass(getattr(ocp.args, name), ocp.args.CheckpointArgs) for name in names.split()}
+    yield (
+        "all",
+        {name: issubclass(getattr(ocp.args, name), ocp.args.CheckpointArgs) for name in names.split()},
+    )
 
 
 @scenario(
     tail={
         name: {"name": name}
-        for name in ("array", "number", "numpy", "None", "empty dict", "empty list", "text", "text leaf", "object leaf")
+        for name in (
+            "array",
+            "number",
+            "numpy",
+            "None",
+            "empty dict",
+            "empty list",
+            "text",
+            "text leaf",
+            "object leaf",
+        )
     }
 )
 def standard_save_refuses(ocp, root, name):
@@ -152,7 +180,11 @@ def json(ocp, root):
     yield "file", (root / "a" / "0" / "x" / "metadata").read_text()
     for name, other in {"list": [1, 2], "text": "x", "number": 3, "none": None, "empty": {}}.items():
         yield name, _both(ocp, root, save(other), name=name)
-    for name, other in {"numpy": {"a": np.float32(1)}, "array": {"a": jnp.zeros(2)}, "nan": {"a": float("nan")}}.items():
+    for name, other in {
+        "numpy": {"a": np.float32(1)},
+        "array": {"a": jnp.zeros(2)},
+        "nan": {"a": float("nan")},
+    }.items():
         yield name, _both(ocp, root, save(other), name=name)
 
 
@@ -184,8 +216,15 @@ def arrays(ocp, root, name):
     value = _ARRAYS[name]()
     yield "bare", _both(ocp, root, ocp.args.ArraySave(value), name="a")
     yield "asked", _both(ocp, root, ocp.args.ArraySave(value), ocp.args.ArrayRestore(), name="b")
-    yield "numpy", _both(
-        ocp, root, ocp.args.ArraySave(value), ocp.args.ArrayRestore(restore_args=ocp.RestoreArgs(restore_type=np.ndarray)), name="c"
+    yield (
+        "numpy",
+        _both(
+            ocp,
+            root,
+            ocp.args.ArraySave(value),
+            ocp.args.ArrayRestore(restore_args=ocp.RestoreArgs(restore_type=np.ndarray)),
+            name="c",
+        ),
     )
     yield "like", _both(ocp, root, ocp.args.ArraySave(value), ocp.args.ArrayRestore(value), name="d")
     with ocp.Checkpointer(ocp.ArrayCheckpointHandler()) as it:
@@ -203,12 +242,18 @@ def random_keys(ocp, root):
     rbg = jax.random.key(3, impl="rbg")
     yield "other kind", _both(ocp, root, args.JaxRandomKeySave(rbg), args.JaxRandomKeyRestore(), name="d")
     several = jax.random.split(key, 3)
-    yield "several", _both(ocp, root, args.JaxRandomKeySave(several), args.JaxRandomKeyRestore(several), name="e")
+    yield (
+        "several",
+        _both(ocp, root, args.JaxRandomKeySave(several), args.JaxRandomKeyRestore(several), name="e"),
+    )
     np.random.seed(5)
     legacy = np.random.get_state()
     yield "numpy", _both(ocp, root, args.NumpyRandomKeySave(legacy), args.NumpyRandomKeyRestore(), name="f")
     named = np.random.get_state(legacy=False)
-    yield "numpy by name", _both(ocp, root, args.NumpyRandomKeySave(named), args.NumpyRandomKeyRestore(), name="g")
+    yield (
+        "numpy by name",
+        _both(ocp, root, args.NumpyRandomKeySave(named), args.NumpyRandomKeyRestore(), name="g"),
+    )
     yield "not a key", _both(ocp, root, args.JaxRandomKeySave("x"), name="h")
 
 
@@ -226,7 +271,10 @@ def nested_composite(ocp, root):
 @scenario
 def save_args_with_a_class_as_dtype(ocp, root):
     rule = {"a": ocp.SaveArgs(dtype=jnp.bfloat16)}
-    yield "saved", _both(ocp, root, ocp.args.PyTreeSave({"a": jnp.arange(8.0)}, rule), ocp.args.PyTreeRestore())
+    yield (
+        "saved",
+        _both(ocp, root, ocp.args.PyTreeSave({"a": jnp.arange(8.0)}, rule), ocp.args.PyTreeRestore()),
+    )
 
 
 @scenario
@@ -245,10 +293,19 @@ def save_args(ocp, root, name):
     }[name]  # fmt: skip
     tree = {"a": jnp.arange(8.0), "b": np.arange(8.0), "n": 3}
     rule = jax.tree.map(lambda _: ocp.SaveArgs(**given), tree)
-    yield "pytree", _both(ocp, root, ocp.args.PyTreeSave(tree, save_args=rule), ocp.args.PyTreeRestore(), name="a")
-    yield "standard", _both(ocp, root, ocp.args.StandardSave(tree, save_args=rule), ocp.args.StandardRestore(), name="b")
+    yield (
+        "pytree",
+        _both(ocp, root, ocp.args.PyTreeSave(tree, save_args=rule), ocp.args.PyTreeRestore(), name="a"),
+    )
+    yield (
+        "standard",
+        _both(ocp, root, ocp.args.StandardSave(tree, save_args=rule), ocp.args.StandardRestore(), name="b"),
+    )
     some = {"a": ocp.SaveArgs(**given), "b": ocp.SaveArgs(), "n": ocp.SaveArgs()}
-    yield "one leaf", _both(ocp, root, ocp.args.PyTreeSave(tree, save_args=some), ocp.args.PyTreeRestore(), name="c")
+    yield (
+        "one leaf",
+        _both(ocp, root, ocp.args.PyTreeSave(tree, save_args=some), ocp.args.PyTreeRestore(), name="c"),
+    )
     fewer = {"a": ocp.SaveArgs(**given)}
     yield "too few", _both(ocp, root, ocp.args.PyTreeSave(tree, fewer), ocp.args.PyTreeRestore(), name="d")
     with ocp.PyTreeCheckpointer() as it:
@@ -260,7 +317,12 @@ def save_args(ocp, root, name):
 def custom_metadata_of_an_item(ocp, root):
     args = ocp.args
     with ocp.CheckpointManager(root) as it:
-        it.save(0, args=args.Composite(a=args.StandardSave(small(), custom_metadata={"x": 1}), b=args.PyTreeSave(small())))
+        it.save(
+            0,
+            args=args.Composite(
+                a=args.StandardSave(small(), custom_metadata={"x": 1}), b=args.PyTreeSave(small())
+            ),
+        )
         it.wait_until_finished()
         found = it.item_metadata(0)
         yield "standard", outcome(lambda: found.a.custom_metadata)
@@ -310,7 +372,13 @@ def registry_of_args(ocp, root):
     yield "save of standard", args.get_registered_args_cls(ocp.StandardCheckpointHandler)
     yield "save of json", args.get_registered_args_cls(ocp.JsonCheckpointHandler())
     yield "handler of args", args.get_registered_handler_cls(args.StandardSave)
-    yield "has", [args.has_registered_args(ocp.PyTreeCheckpointHandler), args.has_registered_args(ocp.CheckpointHandler)]
+    yield (
+        "has",
+        [
+            args.has_registered_args(ocp.PyTreeCheckpointHandler),
+            args.has_registered_args(ocp.CheckpointHandler),
+        ],
+    )
     yield "unknown", outcome(args.get_registered_handler_cls, args.CheckpointArgs)
 
     def not_args():
@@ -325,7 +393,10 @@ def registry_of_args(ocp, root):
 def namedtuple_item(ocp, root):
     tree = Params(jnp.arange(3), {"c": jnp.ones(2)})
     yield "standard", _both(ocp, root, ocp.args.StandardSave(tree), name="a")
-    yield "like", _both(ocp, root, ocp.args.StandardSave(tree), ocp.args.StandardRestore(zeros(tree)), name="b")
+    yield (
+        "like",
+        _both(ocp, root, ocp.args.StandardSave(tree), ocp.args.StandardRestore(zeros(tree)), name="b"),
+    )
     yield "pytree", _both(ocp, root, ocp.args.PyTreeSave(tree), ocp.args.PyTreeRestore(zeros(tree)), name="c")
 
 

@@ -13,7 +13,9 @@ def _makers(ocp):
         "Checkpointer standard": lambda: ocp.Checkpointer(ocp.StandardCheckpointHandler()),
         "Checkpointer pytree": lambda: ocp.Checkpointer(ocp.PyTreeCheckpointHandler()),
         "AsyncCheckpointer standard": lambda: ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler()),
-        "AsyncCheckpointer pytree": lambda: ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), timeout_secs=60),
+        "AsyncCheckpointer pytree": lambda: ocp.AsyncCheckpointer(
+            ocp.PyTreeCheckpointHandler(), timeout_secs=60
+        ),
         "PyTreeCheckpointer": lambda: ocp.PyTreeCheckpointer(),
         "StandardCheckpointer": lambda: ocp.StandardCheckpointer(),
     }
@@ -123,7 +125,9 @@ def args_by_position_and_name(ocp, root, maker):
             path = root / name.replace(" ", "-")
             yield f"save {name}", outcome(call, path)
             yield f"wait {name}", outcome(_wait, it)
-        path = root / "args="
+        path = root / "plain"
+        it.save(path, small())
+        _wait(it)
         yield "restore args=", outcome(it.restore, path, args=restore(zeros(small())))
         yield "restore first", outcome(it.restore, path, restore(zeros(small())))
         yield "restore item=None", outcome(it.restore, path, restore(zeros(small())), item=None)
@@ -151,7 +155,10 @@ def standard_positional_forms(ocp, root):
         yield "target=", it.restore(root / "a", target=zeros(state()))
         yield "abstract bare", it.restore(root / "a", abstract(state(), sharding=False))
         yield "strict", it.restore(root / "a", target=zeros(state()), strict=True)
-        yield "save_args", outcome(it.save, root / "b", small(), save_args=jax.tree.map(lambda _: ocp.SaveArgs(), small()))
+        yield (
+            "save_args",
+            outcome(it.save, root / "b", small(), save_args=jax.tree.map(lambda _: ocp.SaveArgs(), small())),
+        )
         yield "names", sorted(it.restore(root / "a"))
 
 
@@ -180,9 +187,15 @@ def saved_below_a_directory_that_is_renamed(ocp, root):
 
 @scenario
 def subclass_relations(ocp, root):
-    classes = {name: getattr(ocp, name) for name in ("AsyncCheckpointer", "StandardCheckpointer", "PyTreeCheckpointer")}
+    classes = {
+        name: getattr(ocp, name)
+        for name in ("AsyncCheckpointer", "StandardCheckpointer", "PyTreeCheckpointer")
+    }
     yield "of Checkpointer", {name: issubclass(each, ocp.Checkpointer) for name, each in classes.items()}
-    yield "of AsyncCheckpointer", {name: issubclass(each, ocp.AsyncCheckpointer) for name, each in classes.items()}
+    yield (
+        "of AsyncCheckpointer",
+        {name: issubclass(each, ocp.AsyncCheckpointer) for name, each in classes.items()},
+    )
     with ocp.PyTreeCheckpointer() as it:
         yield "handler", isinstance(it.handler, ocp.CheckpointHandler)
         yield "is pytree", isinstance(it.handler, ocp.PyTreeCheckpointHandler)
@@ -220,7 +233,13 @@ def storage_options(ocp, root, given):
 def several_items_at_a_path(ocp, root):
     args = ocp.args
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler("state", "config")) as it:
-        yield "save", it.save(root / "a", args=args.Composite(state=args.StandardSave(small()), config=args.JsonSave({"x": 1})))
+        yield (
+            "save",
+            it.save(
+                root / "a",
+                args=args.Composite(state=args.StandardSave(small()), config=args.JsonSave({"x": 1})),
+            ),
+        )
         yield "files", there(root, "a/state", "a/config/metadata", "a/_CHECKPOINT_METADATA")
         asked = args.Composite(state=args.StandardRestore(), config=args.JsonRestore())
         yield "restore", it.restore(root / "a", args=asked)
@@ -233,7 +252,9 @@ def several_items_by_handlers(ocp, root):
     args = ocp.args
     handlers = {"state": ocp.StandardCheckpointHandler(), "config": ocp.JsonCheckpointHandler()}
     with ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers)) as it:
-        it.save(root / "a", args=args.Composite(state=args.StandardSave(small()), config=args.JsonSave({"x": 1})))
+        it.save(
+            root / "a", args=args.Composite(state=args.StandardSave(small()), config=args.JsonSave({"x": 1}))
+        )
         it.wait_until_finished()
         yield "restore all", it.restore(root / "a")
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as it:
@@ -289,7 +310,10 @@ def foreign_file_in_the_directory(ocp, root):
 @scenario
 def mixed_form_of_a_save(ocp, root):
     with ocp.PyTreeCheckpointer() as it:
-        yield "save", it.save(root / "a", small(), ocp.args.PyTreeSave(small(), ocdbt_target_data_file_size=1024))
+        yield (
+            "save",
+            it.save(root / "a", small(), ocp.args.PyTreeSave(small(), ocdbt_target_data_file_size=1024)),
+        )
         yield "restore", it.restore(root / "a")
 
 
@@ -306,7 +330,14 @@ def closed(ocp, root):
 def trees_that_are_leaves(ocp, root):
     for kind in (ocp.StandardCheckpointer, ocp.PyTreeCheckpointer):
         with kind() as it:
-            for name, tree in {"array": jnp.arange(3), "number": 3, "none": None, "dict": {}, "list": [], "text": "x"}.items():
+            for name, tree in {
+                "array": jnp.arange(3),
+                "number": 3,
+                "none": None,
+                "dict": {},
+                "list": [],
+                "text": "x",
+            }.items():
                 path = root / kind.__name__ / name
                 yield f"{kind.__name__} {name}", outcome(it.save, path, tree)
                 yield f"{kind.__name__} {name} wait", outcome(_wait, it)

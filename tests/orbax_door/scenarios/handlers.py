@@ -21,7 +21,11 @@ def _path(root, name="it"):
 def without_a_checkpointer(ocp, root):
     args = ocp.args
     for name, (handler, save, restore) in {
-        "standard": (ocp.StandardCheckpointHandler(), args.StandardSave(state()), args.StandardRestore(zeros(state()))),
+        "standard": (
+            ocp.StandardCheckpointHandler(),
+            args.StandardSave(state()),
+            args.StandardRestore(zeros(state())),
+        ),
         "pytree": (ocp.PyTreeCheckpointHandler(), args.PyTreeSave(state()), args.PyTreeRestore()),
         "json": (ocp.JsonCheckpointHandler(), args.JsonSave({"a": 1}), args.JsonRestore()),
         "array": (ocp.ArrayCheckpointHandler(), args.ArraySave(jnp.arange(3)), args.ArrayRestore()),
@@ -48,8 +52,17 @@ def names_of_classes(ocp, root):
         located = pydoc.locate(f"{kind.__module__}.{kind.__qualname__}")
         yield f"{name} is found by its name", located is kind
         yield f"{name} has a typestr", outcome(lambda kind=kind: pydoc.locate(kind.typestr()) is not None)
-    yield "bases", {name: issubclass(getattr(ocp, f"{name}CheckpointHandler"), ocp.CheckpointHandler) for name in names}
-    yield "async", {name: issubclass(getattr(ocp, f"{name}CheckpointHandler"), ocp.AsyncCheckpointHandler) for name in names}
+    yield (
+        "bases",
+        {name: issubclass(getattr(ocp, f"{name}CheckpointHandler"), ocp.CheckpointHandler) for name in names},
+    )
+    yield (
+        "async",
+        {
+            name: issubclass(getattr(ocp, f"{name}CheckpointHandler"), ocp.AsyncCheckpointHandler)
+            for name in names
+        },
+    )
 
 
 @scenario
@@ -296,7 +309,9 @@ def registry(ocp, root):
 @scenario
 def composite_of_handlers(ocp, root):
     args = ocp.args
-    handler = ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler(), config=ocp.JsonCheckpointHandler())
+    handler = ocp.CompositeCheckpointHandler(
+        state=ocp.PyTreeCheckpointHandler(), config=ocp.JsonCheckpointHandler()
+    )
     path = root / "it"
     with ocp.Checkpointer(handler) as it:
         it.save(path, args=args.Composite(state=args.PyTreeSave(small()), config=args.JsonSave({"a": 1})))
@@ -318,7 +333,10 @@ def composite_by_names(ocp, root):
     yield "all", outcome(handler.restore, path)
     again = ocp.CompositeCheckpointHandler()
     yield "by another", outcome(again.restore, path)
-    yield "by another with args", outcome(again.restore, path, args=args.Composite(state=args.StandardRestore()))
+    yield (
+        "by another with args",
+        outcome(again.restore, path, args=args.Composite(state=args.StandardRestore())),
+    )
     yield "unknown item", outcome(handler.save, _path(root, "b"), args=args.Composite(z=args.JsonSave({})))
 
 
@@ -331,7 +349,10 @@ def item_handlers_of_a_manager(ocp, root):
         it.wait_until_finished()
         yield "all", it.restore(0)
         yield "other kind", outcome(it.save, 1, args=args.Composite(state=args.StandardSave(small())))
-        yield "further item", outcome(it.save, 2, args=args.Composite(state=args.PyTreeSave(small()), more=args.JsonSave({})))
+        yield (
+            "further item",
+            outcome(it.save, 2, args=args.Composite(state=args.PyTreeSave(small()), more=args.JsonSave({}))),
+        )
         it.wait_until_finished()
         yield "steps", it.all_steps()
 

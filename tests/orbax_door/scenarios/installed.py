@@ -55,7 +55,10 @@ def flax_utilities(ocp, root):
     tree = state()
     with ocp.PyTreeCheckpointer() as it:
         it.save(root / "a", tree, save_args=orbax_utils.save_args_from_target(tree))
-        yield "restored", it.restore(root / "a", item=zeros(tree), restore_args=orbax_utils.restore_args_from_target(tree))
+        yield (
+            "restored",
+            it.restore(root / "a", item=zeros(tree), restore_args=orbax_utils.restore_args_from_target(tree)),
+        )
 
 
 @scenario
@@ -98,8 +101,20 @@ def lazy_import(ocp, root):
 
     found = importlib.import_module("orbax.checkpoint")
     yield "v1", hasattr(found, "v1")
-    yield "names", [hasattr(found.v1, name) for name in ("save_checkpointables", "load_checkpointables", "training", "Context")]
-    yield "multihost", [hasattr(found.multihost, name) for name in ("is_jax_distributed_client_initialized", "is_primary_host")]
+    yield (
+        "names",
+        [
+            hasattr(found.v1, name)
+            for name in ("save_checkpointables", "load_checkpointables", "training", "Context")
+        ],
+    )
+    yield (
+        "multihost",
+        [
+            hasattr(found.multihost, name)
+            for name in ("is_jax_distributed_client_initialized", "is_primary_host")
+        ],
+    )
 
 
 @scenario

@@ -15,7 +15,10 @@ def one_checkpointer(ocp, root):
     it = ocp.CheckpointManager(root, ocp.PyTreeCheckpointer(), options)
     tree = state()
     for step in range(3):
-        yield f"save {step}", it.save(step, tree, save_kwargs={"save_args": orbax_utils.save_args_from_target(tree)})
+        yield (
+            f"save {step}",
+            it.save(step, tree, save_kwargs={"save_args": orbax_utils.save_args_from_target(tree)}),
+        )
     yield "steps", it.all_steps()
     yield "plain", it.restore(2)
     yield "items", it.restore(2, items=zeros(tree))
@@ -45,8 +48,13 @@ def several_checkpointers(ocp, root):
     yield "restore by items", it.restore(0, items={"state": zeros(state()), "config": None})
     kwargs = {"state": {"restore_args": ocp.checkpoint_utils.construct_restore_args(state())}}
     yield "restore by rules", it.restore(0, items={"state": zeros(state())}, restore_kwargs=kwargs)
-    yield "save with kwargs", it.save(
-        1, {"state": small(), "config": {}}, save_kwargs={"state": {"save_args": jax.tree.map(lambda _: ocp.SaveArgs(), small())}}
+    yield (
+        "save with kwargs",
+        it.save(
+            1,
+            {"state": small(), "config": {}},
+            save_kwargs={"state": {"save_args": jax.tree.map(lambda _: ocp.SaveArgs(), small())}},
+        ),
     )
     yield "one item", outcome(it.save, 2, {"state": small()})
     yield "unknown item", outcome(it.save, 3, {"other": small()})
@@ -110,8 +118,19 @@ def keywords_of_a_checkpointer(ocp, root):
     with ocp.PyTreeCheckpointer() as it:
         it.save(root / "a", tree, save_args=orbax_utils.save_args_from_target(tree))
         yield "item", it.restore(root / "a", item=zeros(tree))
-        yield "rules", it.restore(root / "a", item=zeros(tree), restore_args=orbax_utils.restore_args_from_target(tree))
-        yield "transforms", it.restore(root / "a", item={"step": 0}, restore_args={"step": ocp.RestoreArgs(restore_type=int)}, transforms={})
+        yield (
+            "rules",
+            it.restore(root / "a", item=zeros(tree), restore_args=orbax_utils.restore_args_from_target(tree)),
+        )
+        yield (
+            "transforms",
+            it.restore(
+                root / "a",
+                item={"step": 0},
+                restore_args={"step": ocp.RestoreArgs(restore_type=int)},
+                transforms={},
+            ),
+        )
         yield "positional item", it.restore(root / "a", zeros(tree))
         more = {**zeros(tree), "new": np.zeros(2)}
         yield "more leaves", outcome(it.restore, root / "a", item=more, transforms={})
@@ -126,7 +145,10 @@ def target_of_flax(ocp, root):
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as it:
         it.save(root / "a", tree, save_args=orbax_utils.save_args_from_target(tree))
         yield "plain", it.restore(root / "a")
-        yield "rules", it.restore(root / "a", item=tree, restore_args=orbax_utils.restore_args_from_target(tree))
+        yield (
+            "rules",
+            it.restore(root / "a", item=tree, restore_args=orbax_utils.restore_args_from_target(tree)),
+        )
         yield "metadata", it.metadata(root / "a").item_metadata.tree
 
 
@@ -137,11 +159,16 @@ def checkpoints_of_flax(ocp, root):
 
     with ocp.PyTreeCheckpointer() as it:
         for step in (1, 2, 10):
-            path = checkpoints.save_checkpoint(str(root), small(), step, orbax_checkpointer=it, keep=2, overwrite=True)
+            path = checkpoints.save_checkpoint(
+                str(root), small(), step, orbax_checkpointer=it, keep=2, overwrite=True
+            )
         yield "path", path
         yield "latest", checkpoints.latest_checkpoint(str(root))
         yield "plain", outcome(checkpoints.restore_checkpoint, str(root), None, orbax_checkpointer=it)
-        yield "target", outcome(checkpoints.restore_checkpoint, str(root), zeros(small()), orbax_checkpointer=it)
+        yield (
+            "target",
+            outcome(checkpoints.restore_checkpoint, str(root), zeros(small()), orbax_checkpointer=it),
+        )
         yield "files", there(root, "checkpoint_1", "checkpoint_2", "checkpoint_10")
 
 
@@ -150,21 +177,31 @@ def data_of_grain(ocp, root):
     import grain.python as grain
 
     data = grain.DataLoader(
-        data_source=grain.RangeDataSource(0, 20, 1), sampler=grain.IndexSampler(20, grain.NoSharding(), True, 1, 0), worker_count=0
+        data_source=grain.RangeDataSource(0, 20, 1),
+        sampler=grain.IndexSampler(20, grain.NoSharding(), True, 1, 0),
+        worker_count=0,
     )
     it = iter(data)
     first = [next(it) for _ in range(3)]
     with ocp.CheckpointManager(root) as manager:
         save = grain.PyGrainCheckpointSave(it)
-        yield "save", manager.save(0, args=ocp.args.Composite(data=save, state=ocp.args.StandardSave(small())))
+        yield (
+            "save",
+            manager.save(0, args=ocp.args.Composite(data=save, state=ocp.args.StandardSave(small()))),
+        )
         manager.wait_until_finished()
         then = [next(it) for _ in range(3)]
         other = iter(data)
-        asked = ocp.args.Composite(data=grain.PyGrainCheckpointRestore(other), state=ocp.args.StandardRestore())
+        asked = ocp.args.Composite(
+            data=grain.PyGrainCheckpointRestore(other), state=ocp.args.StandardRestore()
+        )
         found = manager.restore(0, args=asked)
         yield "state", found.state
         yield "type", found.data is other
-        yield "then", [int(each) for each in first + then] == [*map(int, first), *(int(next(other)) for _ in range(3))]
+        yield (
+            "then",
+            [int(each) for each in first + then] == [*map(int, first), *(int(next(other)) for _ in range(3))],
+        )
         yield "files", there(root, "0/data", "0/data/process_0-of-1.json")
 
 
@@ -181,12 +218,23 @@ def args_of_orbax_itself(ocp, root):
         yield "restore", it.restore(0, args=asked)["a"]
         yield "mixed", it.restore(0, args=ocp.args.Composite(a=args.StandardRestore()))["a"]
     with ocp.PyTreeCheckpointer() as it:
-        it.save(root / "p", state(), args=args.PyTreeSave(state(), save_args=jax.tree.map(lambda _: theirs.SaveArgs(), state())))
+        it.save(
+            root / "p",
+            state(),
+            args=args.PyTreeSave(state(), save_args=jax.tree.map(lambda _: theirs.SaveArgs(), state())),
+        )
         rules = theirs.checkpoint_utils.construct_restore_args(state())
         yield "rules", it.restore(root / "p", args=args.PyTreeRestore(state(), restore_args=rules))
-        yield "placeholder", it.restore(root / "p", args=args.PyTreeRestore(jax.tree.map(lambda _: theirs.PLACEHOLDER, state())))
+        yield (
+            "placeholder",
+            it.restore(
+                root / "p", args=args.PyTreeRestore(jax.tree.map(lambda _: theirs.PLACEHOLDER, state()))
+            ),
+        )
     policy = theirs.checkpoint_managers.LatestN(1)
-    with ocp.CheckpointManager(root / "q", options=ocp.CheckpointManagerOptions(preservation_policy=policy)) as it:
+    with ocp.CheckpointManager(
+        root / "q", options=ocp.CheckpointManagerOptions(preservation_policy=policy)
+    ) as it:
         for step in range(2):
             it.save(step, args=ocp.args.StandardSave(small()))
         it.wait_until_finished()

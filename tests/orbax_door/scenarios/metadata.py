@@ -20,7 +20,13 @@ def of_a_path(ocp, root):
     yield "all", found
     yield "tree", found.item_metadata.tree
     yield "custom", found.custom_metadata
-    names = ("metrics", "performance_metrics", "item_handlers", "init_timestamp_nsecs", "commit_timestamp_nsecs")
+    names = (
+        "metrics",
+        "performance_metrics",
+        "item_handlers",
+        "init_timestamp_nsecs",
+        "commit_timestamp_nsecs",
+    )
     yield "types", {name: type(getattr(found, name)).__name__ for name in names}
 
 
@@ -50,7 +56,10 @@ def of_a_tree(ocp, root):
     yield "leaves", len(jax.tree.leaves(found))
     yield "mapped", outcome(lambda: jax.tree.map(lambda leaf: leaf.shape, found).tree)
     yield "mapped tree", jax.tree.map(lambda leaf: leaf.shape, found.tree)
-    yield "paths", [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(found.tree)[0]]
+    yield (
+        "paths",
+        [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(found.tree)[0]],
+    )
 
 
 @scenario
@@ -61,8 +70,7 @@ def of_leaves(ocp, root):
         "list": [], "tuple": (), "device": jax.device_put(jnp.zeros(2), jax.devices()[3]),
     }  # fmt: skip
     found = _saved(ocp, root, tree).item_metadata.tree
-    for name, leaf in found.items():
-        yield name, leaf
+    yield from found.items()
     yield "sharding", found["jax"].sharding.to_jax_sharding()
     yield "is array", {name: isinstance(leaf, ocp.metadata.ArrayMetadata) for name, leaf in found.items()}
     yield "is scalar", {name: isinstance(leaf, ocp.metadata.ScalarMetadata) for name, leaf in found.items()}
@@ -82,7 +90,12 @@ def containers(ocp, root):
 
 @scenario
 def trees_that_are_no_dict(ocp, root):
-    for name, tree in {"list": [jnp.zeros(2)], "tuple": (jnp.zeros(2), 3), "namedtuple": Params(1, 2), "nested": [[{"a": 1}]]}.items():
+    for name, tree in {
+        "list": [jnp.zeros(2)],
+        "tuple": (jnp.zeros(2), 3),
+        "namedtuple": Params(1, 2),
+        "nested": [[{"a": 1}]],
+    }.items():
         found = _saved(ocp, root / name, tree).item_metadata
         yield name, found.tree
         yield f"{name} len", outcome(len, found)
@@ -98,7 +111,7 @@ def targets_from_metadata(ocp, root):
         yield "item", item
         rules = ocp.checkpoint_utils.construct_restore_args(item)
         yield "restored", it.restore(root / "it", args=ocp.args.PyTreeRestore(item, restore_args=rules))
-        shapes = outcome(ocp.tree.to_shape_dtype_struct, found)
+        shapes = outcome(jax.tree.map, ocp.tree.to_shape_dtype_struct, found)
         yield "of the library", shapes
 
 
@@ -116,13 +129,26 @@ def of_a_step(ocp, root):
         found = it.metadata(0)
         yield "all", found
         yield "item metadata", it.item_metadata(0)
-        yield "in", ["state" in found.item_metadata, "config" in found.item_metadata, "absent" in found.item_metadata]
+        yield (
+            "in",
+            [
+                "state" in found.item_metadata,
+                "config" in found.item_metadata,
+                "absent" in found.item_metadata,
+            ],
+        )
         yield "items", sorted(found.item_metadata.keys())
         yield "none for json", outcome(lambda: found.item_metadata.config)
         yield "handlers", sorted(found.item_handlers)
         yield "custom", found.custom_metadata
         yield "metrics", found.metrics
-        yield "times", [type(getattr(found, name)).__name__ for name in ("init_timestamp_nsecs", "commit_timestamp_nsecs")]
+        yield (
+            "times",
+            [
+                type(getattr(found, name)).__name__
+                for name in ("init_timestamp_nsecs", "commit_timestamp_nsecs")
+            ],
+        )
         yield "order of times", found.init_timestamp_nsecs <= found.commit_timestamp_nsecs
 
 
@@ -218,7 +244,14 @@ def by_function(ocp, root):
     yield "path", outcome(ocp.metadata.get_step_metadata, root / "it")
     with ocp.CheckpointManager(root / "m") as it:
         it.save(0, args=ocp.args.StandardSave(small()))
-    yield "step", outcome(lambda: sorted(fields(ocp.metadata.get_step_metadata(root / "m" / "0"), "item_handlers", "metrics")))
+    yield (
+        "step",
+        outcome(
+            lambda: sorted(
+                fields(ocp.metadata.get_step_metadata(root / "m" / "0"), "item_handlers", "metrics")
+            )
+        ),
+    )
 
 
 @scenario
@@ -230,7 +263,7 @@ def restored_by_metadata(ocp, root):
         it.wait_until_finished()
         found = it.item_metadata(0)
         yield "has items", "items" in found
-        tree = found.items_ if hasattr(type(found), "items_") else found["items"].tree
+        tree = found["items"].tree
         rules = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
         asked = args.Composite(items=args.PyTreeRestore(tree, restore_args=rules))
         yield "restored", it.restore(0, args=asked)
@@ -243,7 +276,10 @@ def restored_by_metadata(ocp, root):
 @scenario
 def custom_metadata_that_is_no_json(ocp, root):
     with ocp.CheckpointManager(root) as it:
-        yield "save", outcome(it.save, 0, args=ocp.args.StandardSave(small()), custom_metadata={"a": object()})
+        yield (
+            "save",
+            outcome(it.save, 0, args=ocp.args.StandardSave(small()), custom_metadata={"a": object()}),
+        )
         yield "wait", outcome(it.wait_until_finished)
         yield "steps", it.all_steps(read=True)
 
@@ -253,9 +289,17 @@ def equality(ocp, root):
     one = _saved(ocp, root / "a", abstract_free()).item_metadata.tree
     two = _saved(ocp, root / "b", abstract_free()).item_metadata.tree
     yield "leaves", {key: one[key] == two[key] for key in one}
-    made = ocp.metadata.ArrayMetadata(name="x", directory=None, shape=(3,), sharding=None, dtype=np.dtype("float32"))
+    made = ocp.metadata.ArrayMetadata(
+        name="x", directory=None, shape=(3,), sharding=None, dtype=np.dtype("float32")
+    )
     yield "made", made
-    yield "made equals", made == ocp.metadata.ArrayMetadata(name="x", directory=None, shape=(3,), sharding=None, dtype=np.dtype("float32"))
+    yield (
+        "made equals",
+        made
+        == ocp.metadata.ArrayMetadata(
+            name="x", directory=None, shape=(3,), sharding=None, dtype=np.dtype("float32")
+        ),
+    )
 
 
 def abstract_free():
@@ -266,10 +310,15 @@ def abstract_free():
 def abstract_of_state(ocp, root):
     """The helpers that make abstract trees."""
     arrays = {"params": state()["params"], "host": state()["host"]}
-    yield "arrays", outcome(ocp.tree.to_shape_dtype_struct, arrays)
-    yield "arrays by utils", outcome(ocp.utils.to_shape_dtype_struct, arrays)
-    yield "numbers", outcome(ocp.tree.to_shape_dtype_struct, {"step": 5, "rate": 0.5})
-    yield "numbers by utils", outcome(ocp.utils.to_shape_dtype_struct, {"step": 5, "rate": 0.5})
-    yield "dtype", outcome(ocp.utils.to_shape_dtype_struct, state(), jnp.bfloat16)
-    yield "scalars", outcome(ocp.utils.to_shape_dtype_struct, state(), None, int)
-    yield "same", outcome(lambda: ocp.tree.to_shape_dtype_struct(abstract(state())))
+    yield "a tree", outcome(ocp.tree.to_shape_dtype_struct, arrays).error is None
+    yield "mapped", outcome(jax.tree.map, ocp.tree.to_shape_dtype_struct, state())
+    yield "mapped by utils", outcome(jax.tree.map, ocp.utils.to_shape_dtype_struct, state())
+    yield (
+        "dtype",
+        outcome(jax.tree.map, lambda leaf: ocp.utils.to_shape_dtype_struct(leaf, jnp.bfloat16), arrays),
+    )
+    yield (
+        "scalars",
+        outcome(jax.tree.map, lambda leaf: ocp.utils.to_shape_dtype_struct(leaf, None, int), {"step": 5}),
+    )
+    yield "again", outcome(jax.tree.map, ocp.tree.to_shape_dtype_struct, abstract(state()))

@@ -1,6 +1,6 @@
 """Options and policies: which steps are saved, which are kept."""
 
-import datetime
+import datetime as dt
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -41,7 +41,11 @@ def steps_are_kept(ocp, root, keep, period, mode):
 @scenario(tail={f"{keep}": {"without": keep} for keep in (True, False)})
 def steps_without_metrics(ocp, root, without):
     losses = [5.0, None, 4.0, None, 3.0, None]
-    options = {"best_fn": lambda metrics: metrics["loss"], "best_mode": "min", "keep_checkpoints_without_metrics": without}
+    options = {
+        "best_fn": lambda metrics: metrics["loss"],
+        "best_mode": "min",
+        "keep_checkpoints_without_metrics": without,
+    }
     yield "kept", _run(ocp, root, range(6), metrics=losses, max_to_keep=2, **options)
 
 
@@ -113,7 +117,7 @@ def declined_save_validates_nothing(ocp, root):
 
 @scenario
 def keep_time_interval(ocp, root):
-    long = datetime.timedelta(hours=1)
+    long = dt.timedelta(hours=1)
     yield "kept", _run(ocp, root, range(4), max_to_keep=1, keep_time_interval=long)
 
 
@@ -174,11 +178,16 @@ def option_defaults(ocp, root):
     yield "defaults", fields(ocp.CheckpointManagerOptions(), *_NAMES)
     given = ocp.CheckpointManagerOptions(
         read_only=True, max_to_keep=3, keep_period=2, create=True, cleanup_tmp_directories=True, save_on_steps=[1],
-        todelete_subdir="x", keep_time_interval=datetime.timedelta(1), should_save_fn=lambda *_: True,
+        todelete_subdir="x", keep_time_interval=dt.timedelta(1), should_save_fn=lambda *_: True,
     )  # fmt: skip
     yield "read only", fields(given, *_NAMES)
-    both = ocp.CheckpointManagerOptions(multiprocessing_options=ocp.options.MultiprocessingOptions(primary_host=0))
-    yield "processes", fields(both.multiprocessing_options, "primary_host", "active_processes", "barrier_sync_key_prefix")
+    both = ocp.CheckpointManagerOptions(
+        multiprocessing_options=ocp.options.MultiprocessingOptions(primary_host=0)
+    )
+    yield (
+        "processes",
+        fields(both.multiprocessing_options, "primary_host", "active_processes", "barrier_sync_key_prefix"),
+    )
     yield "files", fields(both.file_options, "path_permission_mode")
     yield "async", fields(ocp.AsyncOptions(), "timeout_secs", "barrier_sync_fn", "post_finalization_callback")
     yield "async also", fields(ocp.options.AsyncOptions(timeout_secs=7), "timeout_secs")
@@ -222,7 +231,11 @@ def time_limit_of_a_save(ocp, root):
 @scenario
 def callback_before_the_commit(ocp, root):
     calls = []
-    options = {"async_options": ocp.options.AsyncOptions(post_finalization_callback=lambda: calls.append(listing(root)))}
+    options = {
+        "async_options": ocp.options.AsyncOptions(
+            post_finalization_callback=lambda: calls.append(listing(root))
+        )
+    }
     yield "kept", _run(ocp, root, range(1), **options)
     yield "calls", len(calls)
 
@@ -237,7 +250,9 @@ def permissions(ocp, root):
 
 @scenario
 def active_processes(ocp, root):
-    options = ocp.options.MultiprocessingOptions(primary_host=None, active_processes={0}, barrier_sync_key_prefix="x")
+    options = ocp.options.MultiprocessingOptions(
+        primary_host=None, active_processes={0}, barrier_sync_key_prefix="x"
+    )
     yield "kept", _run(ocp, root, range(2), create=False, multiprocessing_options=options)
     yield "create", outcome(_run, ocp, root / "b", range(2), create=True, multiprocessing_options=options)
 
@@ -250,7 +265,7 @@ class Info:
     """A step as policies see it."""
 
     step: int
-    time: datetime.datetime
+    time: dt.datetime
     metrics: dict
 
 
@@ -261,6 +276,8 @@ def _policies(ocp):
         "LatestN all": known.LatestN(),
         "EveryNSteps": known.EveryNSteps(2),
         "EveryNStepsClosest": known.EveryNStepsClosest(3),
+        "EveryNSteps at most": known.EveryNSteps(2, max_to_keep=1),
+        "EveryNSteps not exact": known.EveryNSteps(2, exact_interval=False),
         "EveryNSeconds": known.EveryNSeconds(3600),
         "BestN": known.BestN(get_metric_fn=lambda metrics: metrics["loss"], n=2),
         "BestN reverse": known.BestN(get_metric_fn=lambda metrics: metrics["loss"], reverse=True, n=2),
@@ -268,12 +285,21 @@ def _policies(ocp):
             get_metric_fn=lambda metrics: metrics["loss"], n=1, keep_checkpoints_without_metrics=False
         ),
         "CustomSteps": known.CustomSteps([1, 4]),
-        "LatestDuration": known.LatestDuration(seconds=3600),
+        "LatestDuration": known.LatestDuration(dt.timedelta(hours=1)),
         "Any": known.AnyPreservationPolicy([known.LatestN(1), known.EveryNSteps(3)]),
     }
 
 
-_POLICIES = ["LatestN", "LatestN all", "EveryNSteps", "EveryNStepsClosest", "EveryNSeconds", "BestN", "BestN reverse"]
+_POLICIES = [
+    "LatestN",
+    "LatestN all",
+    "EveryNSteps",
+    "EveryNStepsClosest",
+    "EveryNSeconds",
+    "BestN",
+    "BestN reverse",
+]
+_POLICIES += ["EveryNSteps at most", "EveryNSteps not exact"]
 _POLICIES += ["BestN only with metrics", "CustomSteps", "LatestDuration", "Any"]
 
 
@@ -288,7 +314,7 @@ def preservation_policy(ocp, root, name):
 @scenario(tail={name: {"name": name} for name in _POLICIES})
 def preservation_decisions(ocp, root, name):
     """Policies are asked without a manager, with times of the steps."""
-    times = [datetime.datetime(2030, 1, 1, hour, tzinfo=datetime.timezone.utc) for hour in range(6)]
+    times = [dt.datetime(2030, 1, 1, hour, tzinfo=dt.UTC) for hour in range(6)]
     infos = [Info(step, time, {"loss": float(step % 4)}) for step, time in enumerate(times)]
     context = ocp.checkpoint_managers.PreservationContext()
     policy = outcome(lambda: _policies(ocp)[name])
@@ -355,7 +381,9 @@ def own_save_decision_policy(ocp, root):
 
     class Mine(ocp.checkpoint_managers.SaveDecisionPolicy):
         def should_save(self, step, previous_steps, *, context):
-            contexts.append((step.step, [each.step for each in previous_steps], context.is_saving_in_progress))
+            contexts.append(
+                (step.step, [each.step for each in previous_steps], context.is_saving_in_progress)
+            )
             return step.step in (1, 3)
 
     with manager(ocp, root, save_decision_policy=Mine()) as it:
@@ -384,7 +412,11 @@ def policies_in_modules(ocp, root):
 def metrics(ocp, root):
     with manager(ocp, root, best_fn=lambda metrics: metrics["loss"], best_mode="min") as it:
         for step, loss in enumerate([3.0, 1.0, 2.0]):
-            it.save(step, args=ocp.args.StandardSave({"a": jnp.zeros(2)}), metrics={"loss": loss, "more": [1, {"x": 2}]})
+            it.save(
+                step,
+                args=ocp.args.StandardSave({"a": jnp.zeros(2)}),
+                metrics={"loss": loss, "more": [1, {"x": 2}]},
+            )
         it.wait_until_finished()
         yield "metrics", it.metrics(1)
         yield "best", it.best_step()

@@ -39,7 +39,9 @@ def every_kind_by_pytree(ocp, root, leg):
         return
     with ocp.PyTreeCheckpointer() as it:
         yield "restore", it.restore(root / "it")
-        rules = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), it.metadata(root / "it").item_metadata.tree)
+        rules = jax.tree.map(
+            lambda _: ocp.RestoreArgs(restore_type=np.ndarray), it.metadata(root / "it").item_metadata.tree
+        )
         yield "metadata", it.metadata(root / "it")
         yield "numpy", outcome(it.restore, root / "it", restore_args=rules)
 
@@ -61,7 +63,10 @@ def every_kind_by_standard(ocp, root, leg):
 def every_kind_by_v1(ocp, root, leg):
     tree = {key: leaf for key, leaf in _many().items() if key != "scalar"}
     if leg == 0:
-        yield "save", ocp.v1.save_checkpointables(root / "it", {"state": tree, "config": {"a": "x", "b": {"c": "d"}}})
+        yield (
+            "save",
+            ocp.v1.save_checkpointables(root / "it", {"state": tree, "config": {"a": "x", "b": {"c": "d"}}}),
+        )
     else:
         yield "load", ocp.v1.load_checkpointables(root / "it")
         yield "metadata", ocp.v1.metadata(root / "it")
@@ -71,13 +76,20 @@ def every_kind_by_v1(ocp, root, leg):
 @scenario(devices=(8, 8))
 def run_of_several_items(ocp, root, leg):
     args = ocp.args
-    options = {"max_to_keep": 3, "step_prefix": "ckpt", "best_fn": lambda metrics: metrics["loss"], "best_mode": "min"}
+    options = {
+        "max_to_keep": 3,
+        "step_prefix": "ckpt",
+        "best_fn": lambda metrics: metrics["loss"],
+        "best_mode": "min",
+    }
     given = ocp.CheckpointManagerOptions(**options)
     with ocp.CheckpointManager(root, options=given, metadata={"version": 1} if leg == 0 else None) as it:
         if leg == 0:
             for step in range(5):
                 given = args.Composite(
-                    state=args.StandardSave(state()), config=args.JsonSave({"step": step}), rng=args.JaxRandomKeySave(jax.random.key(step))
+                    state=args.StandardSave(state()),
+                    config=args.JsonSave({"step": step}),
+                    rng=args.JaxRandomKeySave(jax.random.key(step)),
                 )
                 it.save(step, args=given, metrics={"loss": 5.0 - step}, custom_metadata={"step": step})
             return
@@ -86,9 +98,16 @@ def run_of_several_items(ocp, root, leg):
         yield "metrics", [it.metrics(step) for step in it.all_steps()]
         yield "root", it.metadata().custom_metadata
         yield "custom", [it.metadata(step).custom_metadata for step in it.all_steps()]
-        asked = args.Composite(state=args.StandardRestore(abstract(state())), config=args.JsonRestore(), rng=args.JaxRandomKeyRestore())
+        asked = args.Composite(
+            state=args.StandardRestore(abstract(state())),
+            config=args.JsonRestore(),
+            rng=args.JaxRandomKeyRestore(),
+        )
         yield "restore", it.restore(it.latest_step(), args=asked)
-        yield "goes on", it.save(7, args=args.Composite(state=args.StandardSave(state())), metrics={"loss": 0.0})
+        yield (
+            "goes on",
+            it.save(7, args=args.Composite(state=args.StandardSave(state())), metrics={"loss": 0.0}),
+        )
         it.wait_until_finished()
         yield "steps then", it.all_steps(read=True)
 
@@ -155,7 +174,9 @@ def resumed_twice(ocp, root, leg):
         yield "latest", latest
         start = 0
         if latest is not None:
-            found = it.restore(latest, args=ocp.args.StandardRestore(abstract({"count": jnp.int32(0), "w": spread(8, 4)})))
+            found = it.restore(
+                latest, args=ocp.args.StandardRestore(abstract({"count": jnp.int32(0), "w": spread(8, 4)}))
+            )
             yield "restored", found
             start = int(found["count"]) + 1
         for step in range(start, start + 5):
@@ -167,7 +188,11 @@ def resumed_twice(ocp, root, leg):
 @scenario(devices=(8, 8))
 def older_options_of_storage(ocp, root, leg):
     if leg == 0:
-        for name, given in {"directories": {"use_ocdbt": False}, "zarr3": {"use_zarr3": True}, "both": {"use_ocdbt": False, "use_zarr3": True}}.items():
+        for name, given in {
+            "directories": {"use_ocdbt": False},
+            "zarr3": {"use_zarr3": True},
+            "both": {"use_ocdbt": False, "use_zarr3": True},
+        }.items():
             with ocp.PyTreeCheckpointer(**given) as it:
                 it.save(root / name, state())
         return

@@ -32,7 +32,14 @@ def _rules(ocp, item, **given):
     return ocp.checkpoint_utils.construct_restore_args(item, **given)
 
 
-_SHAPES = {"longer": (12, 4), "shorter": (5, 4), "wider": (8, 6), "mixed": (12, 2), "flat": (32,), "other rank": (8, 4, 1)}
+_SHAPES = {
+    "longer": (12, 4),
+    "shorter": (5, 4),
+    "wider": (8, 6),
+    "mixed": (12, 2),
+    "flat": (32,),
+    "other rank": (8, 4, 1),
+}
 
 
 @scenario(tail={name: {"shape": shape} for name, shape in _SHAPES.items()})
@@ -49,7 +56,13 @@ def another_shape(ocp, root, shape):
         yield f"{name} not strict", _standard(ocp, root, item, strict=False)
 
 
-@scenario(tail={f"{old} to {new}": {"old": old, "new": new} for old in ("float32", "bfloat16", "int32", "bool") for new in ("float16", "bfloat16", "float64", "int8", "bool", "complex64")})
+@scenario(
+    tail={
+        f"{old} to {new}": {"old": old, "new": new}
+        for old in ("float32", "bfloat16", "int32", "bool")
+        for new in ("float16", "bfloat16", "float64", "int8", "bool", "complex64")
+    }
+)
 def another_dtype(ocp, root, old, new):
     _kept(ocp, root, {"a": jnp.asarray(numbers(8), dtype=old), "b": numbers(8).astype(old)})
     yield "numpy", _standard(ocp, root, {"a": np.zeros(8, new), "b": np.zeros(8, new)})
@@ -88,14 +101,14 @@ def another_structure(ocp, root, name):
 @scenario
 def error_of_structure_has_words(ocp, root):
     _kept(ocp, root, small())
-    call = lambda item: _standard(ocp, root, item).error  # noqa: E731
+    call = lambda item: _standard(ocp, root, item).error
 
     def raised(item):
         raise call(item)
 
     yield "missing", outcome(raised, _OTHER["missing"], words="(?i)structure|match|mismatch")
     _saved(ocp, root, small())
-    again = lambda: _raise(_pytree(ocp, root, _OTHER["surplus"]).error)  # noqa: E731
+    again = lambda: _raise(_pytree(ocp, root, _OTHER["surplus"]).error)
     yield "pytree", outcome(again, words="User-provided restore item")
 
 
@@ -123,9 +136,16 @@ def placeholders(ocp, root):
     item = {"a": ocp.PLACEHOLDER, "b": {"c": jnp.zeros((2, 3), jnp.bfloat16)}, "step": ocp.PLACEHOLDER}
     yield "value", ocp.PLACEHOLDER
     yield "item", _pytree(ocp, root, item)
-    rules = {"a": ocp.RestoreArgs(), "b": {"c": ocp.ArrayRestoreArgs(sharding=sharded())}, "step": ocp.RestoreArgs()}
+    rules = {
+        "a": ocp.RestoreArgs(),
+        "b": {"c": ocp.ArrayRestoreArgs(sharding=sharded())},
+        "step": ocp.RestoreArgs(),
+    }
     yield "with rules", _pytree(ocp, root, item, restore_args=rules)
-    yield "rules of placeholders", outcome(lambda: jax.tree.map(lambda x: type(x).__name__, _rules(ocp, item)))
+    yield (
+        "rules of placeholders",
+        outcome(lambda: jax.tree.map(lambda x: type(x).__name__, _rules(ocp, item))),
+    )
     _kept(ocp, root, small())
     yield "standard", _standard(ocp, root, item)
     yield "everything", _pytree(ocp, root, jax.tree.map(lambda _: ocp.PLACEHOLDER, small()))
@@ -134,7 +154,12 @@ def placeholders(ocp, root):
 @scenario
 def rules_alone(ocp, root):
     _saved(ocp, root, state())
-    yield "numpy", _pytree(ocp, root, restore_args=jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), state()))
+    yield (
+        "numpy",
+        _pytree(
+            ocp, root, restore_args=jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), state())
+        ),
+    )
     one = jax.tree.map(lambda _: ocp.ArrayRestoreArgs(sharding=sharded()), state())
     yield "sharded", _pytree(ocp, root, restore_args=one)
     with ocp.PyTreeCheckpointer() as it:
@@ -150,7 +175,12 @@ def rules_alone(ocp, root):
 @scenario
 def item_gives_structure_only(ocp, root):
     _saved(ocp, root, {"a": Params(jnp.arange(4.0), jnp.ones(2)), "t": (jnp.zeros(2), 1)})
-    for name, leaf in {"dots": ..., "object": object(), "zero": 0, "shape": jax.ShapeDtypeStruct((9, 9), jnp.int8)}.items():
+    for name, leaf in {
+        "dots": ...,
+        "object": object(),
+        "zero": 0,
+        "shape": jax.ShapeDtypeStruct((9, 9), jnp.int8),
+    }.items():
         item = {"a": Params(leaf, leaf), "t": (leaf, leaf)}
         yield name, _pytree(ocp, root, item)
 
@@ -185,7 +215,9 @@ def array_rules(ocp, root):
     rules = {
         "mesh and axes": make(mesh=here, mesh_axes=jax.sharding.PartitionSpec("y", "x")),
         "mesh alone": make(mesh=here),
-        "sharding beats mesh": make(mesh=here, mesh_axes=jax.sharding.PartitionSpec("y"), sharding=sharded("x")),
+        "sharding beats mesh": make(
+            mesh=here, mesh_axes=jax.sharding.PartitionSpec("y"), sharding=sharded("x")
+        ),
         "one device": make(sharding=jax.sharding.SingleDeviceSharding(jax.devices()[5])),
         "layout metadata": make(sharding=sharded("x"), dtype=jnp.bfloat16),
         "global shape": make(sharding=sharded(), global_shape=(12, 4)),
@@ -197,7 +229,9 @@ def array_rules(ocp, root):
         "restore type with a sharding": make(restore_type=jax.Array, sharding=sharded("y")),
         "numpy with a sharding": make(restore_type=np.ndarray, sharding=sharded("y")),
         "subset of devices": make(sharding=sharded("x", on=mesh(2, 2))),
-        "does not divide": make(sharding=jax.sharding.NamedSharding(mesh(3), jax.sharding.PartitionSpec("x"))),
+        "does not divide": make(
+            sharding=jax.sharding.NamedSharding(mesh(3), jax.sharding.PartitionSpec("x"))
+        ),
     }
     for name, rule in rules.items():
         yield name, _pytree(ocp, root, restore_args={"a": rule})
@@ -209,15 +243,18 @@ def constructed_rules(ocp, root):
     item = {
         "jax": spread(8, 4), "whole": jnp.zeros(3), "numpy": numbers(3), "int": 3, "float": 0.5, "text": "x", "none": None,
         "abstract": jax.ShapeDtypeStruct((8,), jnp.float16, sharding=sharded()), "bare": jax.ShapeDtypeStruct((8,), jnp.int8),
-        "key": jax.random.key(0), "scalar": np.float32(1),
+        "key": jax.random.key(0),
     }  # fmt: skip
-    view = lambda rules: {key: (type(rule).__name__, fields(rule, *names)) for key, rule in rules.items() if rule is not None}  # noqa: E731
+    view = lambda rules: {
+        key: (type(rule).__name__, fields(rule, *names)) for key, rule in rules.items() if rule is not None
+    }
     yield "plain", outcome(lambda: view(_rules(ocp, item)))
+    yield "numpy scalar", outcome(lambda: view(_rules(ocp, {"scalar": np.float32(1)})))
     yield "no shape", outcome(lambda: view(_rules(ocp, item, set_global_shape=False)))
     yield "not strict", outcome(lambda: view(_rules(ocp, item, strict=False)))
     some = {key: item[key] for key in ("jax", "numpy", "int")}
     trees = {"jax": sharded("y"), "numpy": sharded(), "int": sharded()}
-    yield "shardings", outcome(lambda: view(_rules(ocp, some, trees)))
+    yield "shardings", outcome(lambda: view(ocp.checkpoint_utils.construct_restore_args(some, trees)))
     yield "shardings=", outcome(lambda: view(_rules(ocp, some, sharding_tree=trees)))
 
 
@@ -234,10 +271,13 @@ def train_state_by_target(ocp, root):
 @scenario
 def other_containers_of_the_same_keys(ocp, root):
     _kept(ocp, root, {"t": (jnp.zeros(2), jnp.ones(2)), "n": Params(jnp.zeros(2), jnp.ones(2))})
-    two = lambda kind: kind([jnp.zeros(2), jnp.zeros(2)])  # noqa: E731
+    two = lambda kind: kind([jnp.zeros(2), jnp.zeros(2)])
     pair = Params(jnp.zeros(2), jnp.zeros(2))
     yield "list for tuple", _standard(ocp, root, {"t": two(list), "n": pair})
-    yield "dict for namedtuple", _standard(ocp, root, {"t": two(tuple), "n": {"w": jnp.zeros(2), "b": jnp.zeros(2)}})
+    yield (
+        "dict for namedtuple",
+        _standard(ocp, root, {"t": two(tuple), "n": {"w": jnp.zeros(2), "b": jnp.zeros(2)}}),
+    )
     yield "dict for tuple", _standard(ocp, root, {"t": {"0": jnp.zeros(2), "1": jnp.zeros(2)}, "n": pair})
     yield "tuple for namedtuple", _standard(ocp, root, {"t": two(tuple), "n": two(tuple)})
 
@@ -262,17 +302,41 @@ def transformations(ocp, root):
     more = {"a": jnp.zeros(4), "b": {"c": jnp.zeros(3)}, "new": jnp.full(2, 7.0)}
     fallback = {"new": make(use_fallback=True)}
     yield "fallback", _pytree(ocp, root, more, restore_args=_rules(ocp, more), transforms=fallback)
-    yield "not original", _pytree(ocp, root, item, transforms={}, transforms_default_to_original=False)
+    rules = _rules(ocp, item)
+    yield (
+        "not original",
+        _pytree(ocp, root, item, restore_args=rules, transforms={}, transforms_default_to_original=False),
+    )
     merged = {"sum": make(multi_value_fn=lambda tree: tree["a"].sum())}
-    yield "several", _pytree(ocp, root, {"sum": 0.0}, transforms=merged, transforms_default_to_original=False)
+    rules = {"sum": ocp.RestoreArgs()}
+    asked = {"restore_args": rules, "transforms": merged, "transforms_default_to_original": False}
+    yield "several", _pytree(ocp, root, {"sum": 0.0}, **asked)
+    several = ocp.RestoreTransform(
+        multi_value_fn=lambda *given: given[1]["a"].sum(), multi_value_fn_input_args={"a": ocp.RestoreArgs()}
+    )
+    yield (
+        "several by RestoreTransform",
+        _pytree(ocp, root, {"sum": 0.0}, **{**asked, "transforms": {"sum": several}}),
+    )
 
 
 @scenario
 def apply_transformations(ocp, root):
     tree = {"a": 1, "b": {"c": 2, "d": 3}}
-    yield "renamed", ocp.apply_transformations(tree, {"x": ocp.Transform(original_key="a")}, {"x": 0, "b": {"c": 0, "d": 0}})
-    yield "regex", outcome(
-        ocp.apply_transformations, tree, {r"(.*)y": ocp.Transform(original_key=r"\1c")}, {"a": 0, "b": {"y": 0, "d": 0}}
+    yield (
+        "renamed",
+        ocp.apply_transformations(
+            tree, {"x": ocp.Transform(original_key="a")}, {"x": 0, "b": {"c": 0, "d": 0}}
+        ),
+    )
+    yield (
+        "regex",
+        outcome(
+            ocp.apply_transformations,
+            tree,
+            {r"(.*)y": ocp.Transform(original_key=r"\1c")},
+            {"a": 0, "b": {"y": 0, "d": 0}},
+        ),
     )
     yield "none", ocp.apply_transformations(tree, {}, {"a": 0, "b": {"c": 0, "d": 0}})
     yield "missing", outcome(ocp.apply_transformations, tree, {}, {"z": 0})
@@ -283,7 +347,9 @@ def apply_transformations(ocp, root):
 @scenario
 def single_replica(ocp, root):
     """Some programs switch a restore by one replica on, and go on with plain rules."""
-    handler = ocp.type_handlers.SingleReplicaArrayHandler(replica_axis_index=0, broadcast_memory_limit_bytes=1000)
+    handler = ocp.type_handlers.SingleReplicaArrayHandler(
+        replica_axis_index=0, broadcast_memory_limit_bytes=1000
+    )
     yield "registered", outcome(ocp.type_handlers.register_type_handler, jax.Array, handler, override=True)
     tree = {"a": spread(8, 4, spec=(None, "y"))}
     _saved(ocp, root, tree)
@@ -294,12 +360,21 @@ def single_replica(ocp, root):
     )
     yield "is a rule", isinstance(rule, ocp.ArrayRestoreArgs)
     yield "restored", _pytree(ocp, root, restore_args={"a": rule})
-    yield "plain again", outcome(
-        ocp.type_handlers.register_type_handler, jax.Array, ocp.type_handlers.ArrayHandler(), override=True
+    yield (
+        "plain again",
+        outcome(
+            ocp.type_handlers.register_type_handler,
+            jax.Array,
+            ocp.type_handlers.ArrayHandler(),
+            override=True,
+        ),
     )
 
 
 @scenario
 def other_type_handlers(ocp, root):
-    yield "known", outcome(ocp.type_handlers.register_type_handler, jax.Array, ocp.type_handlers.ArrayHandler())
+    yield (
+        "known",
+        outcome(ocp.type_handlers.register_type_handler, jax.Array, ocp.type_handlers.ArrayHandler()),
+    )
     yield "has", [ocp.type_handlers.has_type_handler(each) for each in (jax.Array, np.ndarray, int, str, set)]

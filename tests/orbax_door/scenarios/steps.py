@@ -35,10 +35,21 @@ def names(ocp, root, given):
     yield "without options", ocp.CheckpointManager(root).all_steps()
 
 
-@scenario(tail={f"{one} read as {two}": {"one": one, "two": two} for one in _FORMATS for two in _FORMATS if one != two})
+@scenario(
+    tail={
+        f"{one} read as {two}": {"one": one, "two": two} for one in _FORMATS for two in _FORMATS if one != two
+    }
+)
 def names_of_another_format(ocp, root, one, two):
     _one(ocp, root, (0, 42, 123456789), **_FORMATS[one])
-    yield "steps", outcome(lambda: ocp.CheckpointManager(root, options=ocp.CheckpointManagerOptions(**_FORMATS[two])).all_steps())
+    yield (
+        "steps",
+        outcome(
+            lambda: ocp.CheckpointManager(
+                root, options=ocp.CheckpointManagerOptions(**_FORMATS[two])
+            ).all_steps()
+        ),
+    )
 
 
 @scenario(tail={name: {"given": given} for name, given in _FORMATS.items()})
@@ -63,7 +74,10 @@ def formats(ocp, root, given):
 def format_as_an_option(ocp, root):
     it = ocp.path.step.standard_name_format(step_prefix="s", step_format_fixed_length=3)
     yield "root", _one(ocp, root, (1, 2), step_name_format=it)
-    yield "steps", ocp.CheckpointManager(root, options=ocp.CheckpointManagerOptions(step_name_format=it)).all_steps()
+    yield (
+        "steps",
+        ocp.CheckpointManager(root, options=ocp.CheckpointManagerOptions(step_name_format=it)).all_steps(),
+    )
 
 
 @scenario
@@ -116,7 +130,9 @@ def composite_format(ocp, root):
     """Steps are written by the first format, and read by all."""
     make = ocp.path.step.standard_name_format
     _one(ocp, root, (1, 2), step_prefix="old")
-    both = ocp.path.step.composite_name_format(make(step_prefix="new"), [make(step_prefix="new"), make(step_prefix="old")])
+    both = ocp.path.step.composite_name_format(
+        make(step_prefix="new"), [make(step_prefix="new"), make(step_prefix="old")]
+    )
     yield "root", outcome(_one, ocp, root, (3,), step_name_format=both)
     with manager(ocp, root, step_name_format=both) as it:
         yield "steps", outcome(it.all_steps)
@@ -133,8 +149,14 @@ def helpers(ocp, root):
     yield "any", outcome(utils.any_checkpoint_step, root)
     yield "paths", outcome(lambda: sorted(utils.checkpoint_steps_paths(root)))
     yield "tmp", outcome(utils.tmp_checkpoints, root)
-    yield "is tmp", [utils.is_tmp_checkpoint(root / name) for name in ("1", f"30{ocp.utils.TMP_DIR_SUFFIX}17")]
-    yield "finalized", [ocp.path.step.is_path_finalized(root / name) for name in ("1", f"30{ocp.utils.TMP_DIR_SUFFIX}17")]
+    yield (
+        "is tmp",
+        [utils.is_tmp_checkpoint(root / name) for name in ("1", f"30{ocp.utils.TMP_DIR_SUFFIX}17")],
+    )
+    yield (
+        "finalized",
+        [ocp.path.step.is_path_finalized(root / name) for name in ("1", f"30{ocp.utils.TMP_DIR_SUFFIX}17")],
+    )
     yield "finalized by utils", utils.is_checkpoint_finalized(root / "1")
     yield "step of a name", [utils.step_from_checkpoint_name(name) for name in ("20", "ckpt_20")]
     yield "wrong name", outcome(utils.step_from_checkpoint_name, "x")
@@ -143,7 +165,10 @@ def helpers(ocp, root):
     yield "directory of an item", ocp.path.step.get_save_directory(5, root, name="params", step_prefix="ckpt")
     yield "directory by utils", utils.get_save_directory(5, root, "params")
     yield "directory fixed", ocp.path.step.get_save_directory(5, root, step_format_fixed_length=4)
-    yield "other root", outcome(ocp.path.step.get_save_directory, 5, root, "params", override_directory=root / "b")
+    yield (
+        "other root",
+        outcome(ocp.path.step.get_save_directory, 5, root, "params", override_directory=root / "b"),
+    )
     yield "same module", ocp.step is ocp.path.step
     yield "primary", utils.is_primary_host(0)
     yield "absent", outcome(utils.checkpoint_steps, root / "absent")
@@ -177,7 +202,9 @@ def steps_follow_until_told(ocp, root):
         asked.append(1)
         return len(asked) > 2
 
-    steps = ocp.checkpoint_utils.checkpoints_iterator(root / "none", timeout=0.1, timeout_fn=stop, min_interval_secs=0)
+    steps = ocp.checkpoint_utils.checkpoints_iterator(
+        root / "none", timeout=0.1, timeout_fn=stop, min_interval_secs=0
+    )
     yield "steps", outcome(list, steps)
     yield "asked", len(asked)
     _one(ocp, root / "some", (3,))
@@ -193,12 +220,15 @@ def wait_for_a_step(ocp, root):
     _one(ocp, root, (3,))
 
     def taken(last):
-        with wait(root, last, seconds_to_sleep=0.01, timeout=0.1) as step:
-            return step, ocp.StandardCheckpointer().restore(root / str(step) / "default") if step >= 0 else None
+        with wait(root, until_step=last, seconds_to_sleep=0.01, timeout=0.1) as step:
+            return step, ocp.StandardCheckpointer().restore(
+                root / str(step) / "default"
+            ) if step >= 0 else None
 
-    yield "any", outcome(taken, -1)
-    yield "after the last", outcome(taken, 3)
+    yield "any", outcome(taken, None)
+    yield "the last", outcome(taken, 3)
     yield "before", outcome(taken, 2)
+    yield "after the last", outcome(taken, 4)
 
 
 @scenario
@@ -223,8 +253,14 @@ def sniffed_files(ocp, root):
     args = ocp.args
     with ocp.CheckpointManager(root / "m") as it:
         it.save(0, args=args.Composite(items=args.PyTreeSave({"a": jnp.zeros(2)}), iter=args.JsonSave({})))
-    yield "step", there(root, "m/0/_CHECKPOINT_METADATA", "m/0/items", "m/0/iter", "m/0/iter/metadata", "m/0/metrics")
+    yield (
+        "step",
+        there(root, "m/0/_CHECKPOINT_METADATA", "m/0/items", "m/0/iter", "m/0/iter/metadata", "m/0/metrics"),
+    )
     with ocp.PyTreeCheckpointer() as it:
         it.save(root / "p", {"a": jnp.zeros(2)})
     yield "path", there(root, "p/_CHECKPOINT_METADATA")
-    yield "of its layout", there(root, "p/_METADATA", "p/manifest.ocdbt", "p/d", "p/checkpoint", "p/orbax.checkpoint")
+    yield (
+        "of its layout",
+        there(root, "p/_METADATA", "p/manifest.ocdbt", "p/d", "p/checkpoint", "p/orbax.checkpoint"),
+    )

@@ -32,11 +32,13 @@ def flat(ocp, root, name):
         yield f"{module} flat with empty", outcome(known.to_flat_dict, tree, keep_empty_nodes=True)
         yield f"{module} back", outcome(lambda: known.from_flat_dict(flat.value))
         yield f"{module} back to the target", outcome(lambda: known.from_flat_dict(flat.value, target=tree))
-        sep = lambda: known.from_flat_dict(known.to_flat_dict(tree, sep="/"), sep="/")  # noqa: E731
+        sep = lambda: known.from_flat_dict(known.to_flat_dict(tree, sep="/"), sep="/")
         yield f"{module} back by slash", outcome(sep)
         yield f"{module} serialized", outcome(known.serialize_tree, tree)
         yield f"{module} serialized with empty", outcome(known.serialize_tree, tree, keep_empty_nodes=True)
-        again = lambda: known.deserialize_tree(known.serialize_tree(tree, keep_empty_nodes=True), target=tree, keep_empty_nodes=True)  # noqa: E731
+        again = lambda: known.deserialize_tree(
+            known.serialize_tree(tree, keep_empty_nodes=True), target=tree, keep_empty_nodes=True
+        )
         yield f"{module} deserialized", outcome(again)
 
 
@@ -102,9 +104,14 @@ def processes(ocp, root):
 @scenario
 def replicated_to_global(ocp, root):
     one = mesh()
-    made = jax.device_put(np.arange(3.0, dtype=np.float32), jax.sharding.NamedSharding(one, jax.sharding.PartitionSpec()))
+    made = jax.device_put(
+        np.arange(3.0, dtype=np.float32), jax.sharding.NamedSharding(one, jax.sharding.PartitionSpec())
+    )
     yield "to global", outcome(ocp.utils.fully_replicated_host_local_array_to_global_array, made)
-    yield "of one device", outcome(ocp.utils.fully_replicated_host_local_array_to_global_array, jnp.arange(3.0))
+    yield (
+        "of one device",
+        outcome(ocp.utils.fully_replicated_host_local_array_to_global_array, jnp.arange(3.0)),
+    )
 
 
 @scenario
@@ -130,27 +137,38 @@ def helpers_for_tests(ocp, root):
 def package(ocp, root):
     yield "version", ocp.__version__
     yield "version in a module", outcome(lambda: ocp.version.__version__)
-    yield "modules", {
-        name: hasattr(ocp, name)
-        for name in (
-            "args checkpoint_manager checkpoint_managers checkpoint_utils checkpointers handlers logging metadata multihost "
-            "options path step test_utils transform_utils tree type_handlers utils future v1 experimental checkpoint_args"
-        ).split()
-    }
-    yield "names", {
-        name: hasattr(ocp, name)
-        for name in (
-            "AsyncOptions Future RestoreTransform Transform merge_trees apply_transformations PLACEHOLDER CompositeOptions "
-            "CheckpointHandlerRegistry ProtoCheckpointHandler BasePyTreeCheckpointHandler AbstractCheckpointer"
-        ).split()
-    }
+    yield (
+        "modules",
+        {
+            name: hasattr(ocp, name)
+            for name in (
+                "args checkpoint_manager checkpoint_managers checkpoint_utils checkpointers handlers logging metadata multihost "
+                "options path step test_utils transform_utils tree type_handlers utils future v1 experimental checkpoint_args"
+            ).split()
+        },
+    )
+    yield (
+        "names",
+        {
+            name: hasattr(ocp, name)
+            for name in (
+                "AsyncOptions Future RestoreTransform Transform merge_trees apply_transformations PLACEHOLDER CompositeOptions "
+                "CheckpointHandlerRegistry ProtoCheckpointHandler BasePyTreeCheckpointHandler AbstractCheckpointer"
+            ).split()
+        },
+    )
     yield "unknown", outcome(getattr, ocp, "no_such_name")
+    yield "cloud logger", hasattr(ocp.logging, "CloudLogger")
 
 
 @scenario
 def stubs_that_programs_call(ocp, root):
     yield "duration", outcome(ocp.utils.record_saved_duration, 0.0)
-    yield "pathways", outcome(lambda: ocp.pathways.CheckpointingImpl.from_options(use_colocated_python=False)).error is None
+    yield (
+        "pathways",
+        outcome(lambda: ocp.pathways.CheckpointingImpl.from_options(use_colocated_python=False)).error
+        is None,
+    )
 
 
 @scenario
@@ -170,7 +188,10 @@ def loggers(ocp, root):
     yield "entries", len(mine.entries) > 0
     yield "types", sorted({type(each).__name__ for each in mine.entries})
     yield "events", sorted({str(each.get("event_type")) for each in mine.entries if isinstance(each, dict)})
-    yield "several", outcome(lambda: ocp.logging.CompositeLogger(mine, ocp.logging.StandardLogger()).log_entry({"a": 1}))
+    yield (
+        "several",
+        outcome(lambda: ocp.logging.CompositeLogger(mine, ocp.logging.StandardLogger()).log_entry({"a": 1})),
+    )
 
 
 @scenario
@@ -182,8 +203,23 @@ def events_of_monitoring(ocp, root):
         it.save(0, args=ocp.args.StandardSave(small()))
         it.wait_until_finished()
         it.restore(0)
-    known = ["save/blocking_duration_secs", "save/background_duration_secs", "restore/duration_secs", "write/async/blocking", "read/"]
-    yield "events", sorted({each for each in known if any("/jax/orbax/" in name or "/jax/checkpoint" in name for name in seen if each in name)})
+    known = [
+        "save/blocking_duration_secs",
+        "save/background_duration_secs",
+        "restore/duration_secs",
+        "write/async/blocking",
+        "read/",
+    ]
+    yield (
+        "events",
+        sorted(
+            {
+                each
+                for each in known
+                if any("/jax/orbax/" in name or "/jax/checkpoint" in name for name in seen if each in name)
+            }
+        ),
+    )
 
 
 @scenario

@@ -15,7 +15,17 @@ def save_and_load(ocp, root):
     yield "abstract", outcome(ocp.v1.load, root / "a", abstract(state()))
     yield "bare", outcome(ocp.v1.load, root / "a", abstract(state(), sharding=False))
     yield "zeros", outcome(ocp.v1.load, root / "a", zeros(state()))
-    yield "files", there(root, "a/state", "a/pytree", "a/_CHECKPOINT_METADATA", "a/orbax.checkpoint", "a/commit_success.txt")
+    yield (
+        "files",
+        there(
+            root,
+            "a/state",
+            "a/pytree",
+            "a/_CHECKPOINT_METADATA",
+            "a/orbax.checkpoint",
+            "a/commit_success.txt",
+        ),
+    )
     yield "text", outcome(lambda: ocp.v1.load(str(root / "a"))["step"])
 
 
@@ -104,10 +114,13 @@ _ONE = {
 @scenario(tail={name: {"name": name} for name in _ONE})
 def kinds_of_checkpointables(ocp, root, name):
     value = _ONE[name]()
-    yield "save", outcome(ocp.v1.save_checkpointables, root / "a", {"it": value, "other": {"x": jnp.zeros(1)}})
+    yield (
+        "save",
+        outcome(ocp.v1.save_checkpointables, root / "a", {"it": value, "other": {"x": jnp.zeros(1)}}),
+    )
     yield "load", outcome(lambda: ocp.v1.load_checkpointables(root / "a")["it"])
     yield "load like", outcome(lambda: ocp.v1.load_checkpointables(root / "a", {"it": value})["it"])
-    yield "is JSON", there(root, "a/it/metadata")
+    yield "is JSON", there(root, "a/it/data.json")
     yield "as a tree", outcome(ocp.v1.save, root / "b", value)
     yield "loaded", outcome(ocp.v1.load, root / "b")
 
@@ -150,7 +163,10 @@ def metadata(ocp, root):
     yield "times", [type(getattr(found, f"{name}_timestamp_nsecs")).__name__ for name in ("init", "commit")]
     yield "load by metadata", outcome(ocp.v1.load, root / "a", found)
     yield "load by its tree", outcome(ocp.v1.load, root / "a", found.metadata)
-    bare = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16) if hasattr(leaf, "shape") else leaf, found.metadata)
+    bare = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16) if hasattr(leaf, "shape") else leaf,
+        found.metadata,
+    )
     yield "load cast", outcome(ocp.v1.load, root / "a", bare)
 
 
@@ -176,8 +192,22 @@ def other_targets(ocp, root):
     v1 = ocp.v1
     v1.save(root / "a", {"a": spread(8, 4), "b": numbers(3), "n": 3})
     yield "shape", outcome(v1.load, root / "a", {"a": jnp.zeros((9, 4)), "b": np.zeros(3), "n": 0})
-    yield "dtype", outcome(v1.load, root / "a", {"a": jnp.zeros((8, 4), jnp.bfloat16), "b": np.zeros(3, np.float16), "n": 0.0})
-    yield "sharding", outcome(v1.load, root / "a", {"a": jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharded("y")), "b": int, "n": int})
+    yield (
+        "dtype",
+        outcome(
+            v1.load,
+            root / "a",
+            {"a": jnp.zeros((8, 4), jnp.bfloat16), "b": np.zeros(3, np.float16), "n": 0.0},
+        ),
+    )
+    yield (
+        "sharding",
+        outcome(
+            v1.load,
+            root / "a",
+            {"a": jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharded("y")), "b": int, "n": int},
+        ),
+    )
     yield "types", outcome(v1.load, root / "a", {"a": np.ndarray, "b": np.ndarray, "n": float})
     yield "structure", outcome(v1.load, root / "a", {"a": jnp.zeros((8, 4))})
     yield "list", outcome(v1.load, root / "a", [jnp.zeros((8, 4))])
@@ -201,10 +231,43 @@ def contexts(ocp, root):
         yield "inside", v1.Context().asynchronous.timeout_secs
         yield "frozen", outcome(setattr, one.asynchronous, "timeout_secs", 3)
     yield "mode", oct((root / "a").stat().st_mode & 0o777)
-    yield "layout", v1.Context(checkpoint_layout=v1.options.CheckpointLayout.SAFETENSORS).checkpoint_layout.name
-    yield "layout as text", outcome(lambda: v1.Context(checkpoint_layout="SAFETENSORS").checkpoint_layout.name)
-    yield "options", outcome(lambda: v1.Context(async_options=v1.options.AsyncOptions(timeout_secs=9)).asynchronous.timeout_secs)
+    yield (
+        "layout",
+        v1.Context(checkpoint_layout=v1.options.CheckpointLayout.SAFETENSORS).checkpoint_layout.name,
+    )
+    yield (
+        "layout as text",
+        outcome(lambda: v1.Context(checkpoint_layout="SAFETENSORS").checkpoint_layout.name),
+    )
+    yield (
+        "options",
+        outcome(
+            lambda: (
+                v1.Context(async_options=v1.options.AsyncOptions(timeout_secs=9)).asynchronous.timeout_secs
+            )
+        ),
+    )
     yield "names", [each.name for each in v1.options.CheckpointLayout]
+    yield "pathways", outcome(lambda: one.pathways_options.checkpointing_impl)
+    yield "read of options", [two.async_options.timeout_secs, two.pytree_options.loading.partial_load]
+
+
+@scenario
+def handlers_by_name(ocp, root):
+    handlers = ocp.v1.handlers
+    registry = handlers.local_registry(include_global_registry=False)
+    registry.add(handlers.PyTreeHandler, checkpointable_name="state")
+    registry.add(handlers.JsonHandler, checkpointable_name="config")
+    yield "has", [registry.has("state"), registry.has("other")]
+    yield "again", outcome(registry.add, handlers.JsonHandler, checkpointable_name="config")
+    with ocp.v1.Context(checkpointables_options=ocp.v1.options.CheckpointablesOptions(registry=registry)):
+        given = {"state": small(), "config": {"a": 1}}
+        yield "save", outcome(ocp.v1.save_checkpointables, root / "a", given)
+        yield "load", outcome(ocp.v1.load_checkpointables, root / "a")
+        yield "other", outcome(ocp.v1.save_checkpointables, root / "b", {"other": small()})
+    yield "is JSON", there(root, "a/config/metadata", "a/config/data.json")
+    yield "load without", outcome(ocp.v1.load_checkpointables, root / "a")
+    yield "decorator", callable(handlers.register_handler)
 
 
 @scenario
@@ -215,7 +278,10 @@ def safetensors(ocp, root):
     save_file({"a.w": numbers(4, 2), "b": numbers(3)}, str(root / "model.safetensors"))
     with v1.Context(checkpoint_layout=v1.options.CheckpointLayout.SAFETENSORS):
         yield "load", outcome(v1.load, root / "model.safetensors")
-        item = {"a.w": jax.ShapeDtypeStruct((4, 2), jnp.float32), "b": jax.ShapeDtypeStruct((3,), jnp.float32)}
+        item = {
+            "a.w": jax.ShapeDtypeStruct((4, 2), jnp.float32),
+            "b": jax.ShapeDtypeStruct((3,), jnp.float32),
+        }
         yield "load like", outcome(v1.load, root / "model.safetensors", item)
         yield "metadata", outcome(v1.metadata, root / "model.safetensors")
     yield "without a context", outcome(v1.load, root / "model.safetensors")
@@ -290,7 +356,10 @@ def training(ocp, root):
 def training_of_checkpointables(ocp, root):
     with ocp.v1.training.Checkpointer(root) as it:
         given = {"state": small(), "config": {"text": "a"}}
-        yield "save", outcome(it.save_checkpointables, 0, given, metrics={"loss": 1.5}, custom_metadata={"x": 1})
+        yield (
+            "save",
+            outcome(it.save_checkpointables, 0, given, metrics={"loss": 1.5}, custom_metadata={"x": 1}),
+        )
         yield "all", outcome(it.load_checkpointables, 0)
         yield "latest", it.load_checkpointables()
         yield "some", outcome(it.load_checkpointables, 0, {"config": None})
@@ -316,7 +385,9 @@ def training_asynchronously(ocp, root):
         yield "steps", [each.step for each in it.checkpoints]
         loading = outcome(lambda: it.load_async(0).result())
         yield "loaded", loading
-    with ocp.v1.training.Checkpointer(root / "b", save_decision_policy=ocp.v1.training.save_decision_policies.FixedIntervalPolicy(2)) as it:
+    with ocp.v1.training.Checkpointer(
+        root / "b", save_decision_policy=ocp.v1.training.save_decision_policies.FixedIntervalPolicy(2)
+    ) as it:
         yield "declined", it.save_async(1, small())
         yield "not declined", it.save_async(2, small()).result()
 
@@ -337,7 +408,13 @@ def training_policies(ocp, root):
         "initial": {"save_decision_policy": decide.InitialSavePolicy()},
     }.items():
         with known.Checkpointer(root / name, **options) as it:
-            yield f"{name} saved", [it.save(step, {"a": jnp.int32(step)}, metrics={"loss": float(step % 4)}) for step in range(6)]
+            yield (
+                f"{name} saved",
+                [
+                    it.save(step, {"a": jnp.int32(step)}, metrics={"loss": float(step % 4)})
+                    for step in range(6)
+                ],
+            )
             yield f"{name} steps", [each.step for each in it.checkpoints]
             yield f"{name} should save", it.should_save(6)
         yield f"{name} root", listing(root / name)
@@ -437,7 +514,10 @@ def stateful(ocp, root):
     yield "is one", isinstance(one, ocp.v1.StatefulCheckpointable)
     yield "save", outcome(ocp.v1.save_checkpointables, root / "a", {"data": one, "state": small()})
     other = Position()
-    yield "load", outcome(lambda: sorted(ocp.v1.load_checkpointables(root / "a", {"data": other, "state": None})))
+    yield (
+        "load",
+        outcome(lambda: sorted(ocp.v1.load_checkpointables(root / "a", {"data": other, "state": None}))),
+    )
     yield "loaded", other.at
     yield "files", there(root, "a/data/position.txt")
     with ocp.v1.training.Checkpointer(root / "t") as it:
@@ -506,8 +586,10 @@ def own_handler(ocp, root):
 
     registry = outcome(lambda: handlers.local_registry())
     yield "registry", registry.error is None
-    yield "add", outcome(lambda: registry.value.add(PointHandler, None)).error is None
-    context = ocp.v1.Context(checkpointables_options=ocp.v1.options.CheckpointablesOptions(registry=registry.value))
+    yield "add", outcome(lambda: registry.value.add(PointHandler)).error is None
+    context = ocp.v1.Context(
+        checkpointables_options=ocp.v1.options.CheckpointablesOptions(registry=registry.value)
+    )
     with context:
         yield "save", outcome(ocp.v1.save_checkpointables, root / "a", {"point": Point(4), "state": small()})
         yield "load", outcome(lambda: ocp.v1.load_checkpointables(root / "a", {"point": None})["point"].x)
@@ -522,7 +604,14 @@ def trees(ocp, root):
     yield "shapes", outcome(ocp.v1.arrays.to_shape_dtype_struct, jnp.zeros((2, 3)))
     yield "shapes of numpy", outcome(ocp.v1.arrays.to_shape_dtype_struct, np.zeros(2))
     yield "placeholder", ocp.v1.PLACEHOLDER
-    yield "processes", [ocp.v1.multihost.process_index(), ocp.v1.multihost.process_count(), ocp.v1.multihost.is_primary_host(0)]
+    yield (
+        "processes",
+        [
+            ocp.v1.multihost.process_index(),
+            ocp.v1.multihost.process_count(),
+            ocp.v1.multihost.is_primary_host(0),
+        ],
+    )
 
 
 @scenario
@@ -540,8 +629,13 @@ def errors_of_an_asynchronous_save(ocp, root):
     yield "object", outcome(lambda: ocp.v1.save_async(root / "a", {"a": object()}))
     yield "there", there(root, "a")
     yield "reserved name", outcome(ocp.v1.save_checkpointables, root / "b", {"metrics": {"a": 1}})
-    yield "reserved name of training", outcome(
-        lambda: ocp.v1.training.Checkpointer(root / "c").save_checkpointables(0, {"metrics": {"a": 1}}, metrics={"b": 1})
+    yield (
+        "reserved name of training",
+        outcome(
+            lambda: ocp.v1.training.Checkpointer(root / "c").save_checkpointables(
+                0, {"metrics": {"a": 1}}, metrics={"b": 1}
+            )
+        ),
     )
     yield "nothing", outcome(ocp.v1.save_checkpointables, root / "d", {})
     yield "an odd name", outcome(ocp.v1.save_checkpointables, root / "e", {"a/b": small()})
