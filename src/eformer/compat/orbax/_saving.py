@@ -21,6 +21,7 @@ from eformer._engine.formats.others.orbax_metadata import COMMITTED
 from eformer._engine.processes import hosts
 from eformer._engine.record.indexes import ORBAX_CHECKPOINT
 from eformer._engine.stores.whole_directory import WholeDirectory
+from eformer._engine.tasks.forks import Lock
 from eformer.compat.orbax import handlers as handlers_lib
 from eformer.compat.orbax._alike import to_path
 from eformer.compat.orbax.args import typestr_of
@@ -55,7 +56,7 @@ class SaveSettings:
 
 
 _running: dict[str, Saving] = {}
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def wait_for(path: Path) -> None:

@@ -12,13 +12,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 from weakref import WeakSet
 
 from eformer._engine.formats.find import find_step, problem_of
 from eformer._engine.processes import hosts
+from eformer._engine.record.lazy import lazy_property
 from eformer._engine.stores.checkpoints import remove_checkpoint
 from eformer._engine.stores.durable import make_directories, replacing, sync_directory
 from eformer._engine.stores.local import LocalStore
@@ -198,17 +198,17 @@ class _Info:
         if is_new:
             self.metrics, self.time = metrics, dt.datetime.now(dt.UTC)
 
-    @cached_property
+    @lazy_property
     def time(self) -> dt.datetime:
         """When its save was committed."""
         return step_lib.Metadata(self.step, self.path).commit_timestamp
 
-    @cached_property
+    @lazy_property
     def metrics(self) -> Any:
         """Its metrics; None without."""
         return read_json(self.path / METRIC_ITEM_NAME / METRIC_ITEM_NAME)
 
-    @cached_property
+    @lazy_property
     def is_damaged(self) -> bool:
         """Whether files of it are missing or have wrong lengths. Such a step neither counts nor is deleted."""
         if self._is_new:
