@@ -6,14 +6,24 @@ import os
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from support.processes import _free_port
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 LIMIT = 90  # seconds
+QUICK = "import eformer._engine.processes.crew as c\nc.SILENCE = 3.0; c.BEAT = 0.2\n"
+
+
+def dying_at(number: int) -> str:
+    """Return the beginning of a program that is killed before this call, counted from 1, that changes a disk."""
+    return f"""
+import os, sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from support.faults import hooked
+hooks = hooked(before=lambda number, name: os.kill(os.getpid(), 9) if number == {number} else None)
+hooks.__enter__()  # they end with the last reference to them
+"""
 
 
 class Outcome:

@@ -1,14 +1,17 @@
-"""Conversions in parts, as independent jobs write them: any number of parts gives the same bytes."""
+"""Conversions and merges in parts, as independent jobs write them: any number of parts gives the same bytes."""
 
 import os
 import shutil
 
+import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 
-from eformer.checkpoint import convert, load, verify
+from eformer._engine.tools.view import View
+from eformer.checkpoint import convert, load, merge, save, verify
 from eformer.errors import ProcessError
-from support import forkserver
+from support import forkserver, merges
 from support.conversions import CASES, DIVIDED, EPOCH, arguments_of, make_sources
 from support.faults import hooked, noted, struck
 from support.launched import files_below
@@ -130,8 +133,6 @@ def test_a_destination_that_exists_is_refused(sources, tmp_path):
 
 
 def test_parts_read_little_more_than_their_bytes(sources, tmp_path):
-    from eformer._engine.tools.view import View
-
     reads = []
     original = View.read
 
@@ -189,3 +190,127 @@ def dies(at, moment, case, sources, place, way):
     if "commit" in way:
         convert_case(case, sources, place / str(at), part="1/2")
     return at if die_at(at, moment, case, sources, place / str(at), **way) else None
+
+
+# --------------------------------------------------------------------------------------------- merges
+
+
+@pytest.fixture(scope="module")
+def merged_sources(tmp_path_factory):
+    place = tmp_path_factory.mktemp("merged")
+    merges.make_sources(place)
+    return place
+
+
+def merge_case(case, sources, where, **more):
+    paths, arguments = merges.arguments_of(case, sources)
+    merge(paths, where, **arguments, **more)
+    return where
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("case", merges.CASES)
+def test_any_number_of_parts_merges_to_the_same_bytes(merged_sources, tmp_path, case, count):
+    alone = merge_case(case, merged_sources, tmp_path / "alone" / "new")
+    new = tmp_path / "parts" / "new"
+    for number in reversed(range(count)):
+        merge_case(case, merged_sources, new, part=f"{number}/{count}")
+        assert not new.exists()
+    merge_case(case, merged_sources, new, commit=True)
+    assert files_below(new) == files_below(alone)
+    assert os.listdir(new.parent) == ["new"]
+    assert verify(new).ok
+
+
+def test_a_part_of_a_merge_is_not_written_again(merged_sources, tmp_path):
+    for number in range(3):
+        merge_case("mean shards", merged_sources, tmp_path / "new", part=f"{number}/3")
+    before = os.stat(tmp_path / ".new.parts/part-1").st_mtime_ns
+    with hooked(before=lambda number, name: calls.append(name)):
+        calls = []
+        merge_case("mean shards", merged_sources, tmp_path / "new", part="1/3")
+    assert os.stat(tmp_path / ".new.parts/part-1").st_mtime_ns == before
+    assert not {"pwrite", "write", "replace", "rename"} & set(calls)
+
+
+def test_parts_of_merges_by_other_numbers_are_never_mixed(merged_sources, tmp_path):
+    run, lora = merged_sources / "run", merged_sources / "lora"
+    merge(run, tmp_path / "sum", last=2, weights=[0.5, 0.25], to="zarr", part="0/2")
+    merge(run / "step-1", tmp_path / "lora", lora=lora, lora_config={"lora_alpha": 8}, to="zarr", part="0/2")
+    with pytest.raises(ValueError, match="another conversion"):
+        merge(run, tmp_path / "sum", last=2, weights=[0.5, 0.2500001], to="zarr", part="1/2")
+    config = {"lora_alpha": 8.0000001}
+    with pytest.raises(ValueError, match="another conversion"):
+        merge(run / "step-1", tmp_path / "lora", lora=lora, lora_config=config, to="zarr", part="1/2")
+
+
+@pytest.mark.parametrize("changed", ["first", "last", "lora"])
+def test_parts_of_a_merge_belong_to_the_contents_of_all_sources(tmp_path, changed):
+    lora = {"w": {"lora_a": np.ones((40, 2), np.float32), "lora_b": np.ones((2, 30), np.float32)}}
+    trees = {"first": {"w": np.ones((40, 30))}, "last": {"w": np.zeros((40, 30))}, "lora": lora}
+    for name, tree in trees.items():
+        save(tree, tmp_path / name)
+    more = {"lora": tmp_path / "lora", "lora_config": {"lora_alpha": 2}} if changed == "lora" else {}
+    paths = [tmp_path / name for name in (["last"] if more else ["first", "last"])]
+    merge(paths, tmp_path / "new", to="zarr", part="0/2", **more)
+    save(trees[changed], tmp_path / changed, overwrite=True)
+    with pytest.raises(ValueError, match="another conversion"):
+        merge(paths, tmp_path / "new", to="zarr", part="1/2", **more)
+
+
+def test_parts_of_a_merge_belong_to_the_files_of_a_source_without_digests(tmp_path):
+    paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for path in paths:
+        safetensors.numpy.save_file({"w": np.ones(9)}, path)
+    merge(paths, tmp_path / "new", keys="w", to="zarr", part="0/2")
+    safetensors.numpy.save_file({"w": np.zeros(9), "x": np.ones(9)}, paths[0])
+    with pytest.raises(ValueError, match="another conversion"):
+        merge(paths, tmp_path / "new", keys="w", to="zarr", part="1/2")
+
+
+def test_parts_of_a_merge_belong_to_the_dtype_of_dequantised_weights(tmp_path):
+    leaves = {
+        "w.weight": np.ones((4, 4), ml_dtypes.float8_e4m3fn),
+        "w.weight_scale_inv": np.full((1, 1), 0.3, np.float32),
+    }
+    for name in "ab":
+        safetensors.numpy.save_file(leaves, tmp_path / f"{name}.safetensors")
+    paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    merge(paths, tmp_path / "new", to="zarr", dtype="float32", dequant="bf16", part="0/2")
+    with pytest.raises(ValueError, match="another conversion"):
+        merge(paths, tmp_path / "new", to="zarr", dtype="float32", dequant="float32", part="1/2")
+
+
+def test_small_leaves_of_all_sources_of_a_sum_are_read_in_one_batch_each(tmp_path, monkeypatch):
+    for name in "ab":
+        save({f"l{n}": np.full(8, float(n)) for n in range(50)}, tmp_path / name)
+    batches, original = [], View.read_all
+    monkeypatch.setattr(
+        View, "read_all", lambda view, names: batches.append(len(names)) or original(view, names)
+    )
+    monkeypatch.setattr(View, "read", lambda *_: pytest.fail("a small leaf was read alone"))
+    merge([tmp_path / "a", tmp_path / "b"], tmp_path / "new", to="safetensors")
+    assert batches == [50, 50]
+    monkeypatch.undo()
+    assert all((leaf == float(name[1:])).all() for name, leaf in load(tmp_path / "new").items())
+
+
+def test_parts_of_a_merge_read_little_more_than_their_bytes(merged_sources, tmp_path, monkeypatch):
+    reads, original = [], View.read
+
+    def counted(view, name, entry, box, threads=None):
+        reads.append(box.size * entry.nbytes // np.prod(entry.shape))
+        return original(view, name, entry, box, threads)
+
+    monkeypatch.setattr(View, "read", counted)
+    for number in range(4):
+        merge(
+            merged_sources / "run",
+            tmp_path / "new",
+            last=3,
+            keys="large",
+            to="safetensors",
+            part=f"{number}/4",
+        )
+    assert 3 * 1500 * 700 * 4 <= sum(reads) <= 1.05 * 3 * 1500 * 700 * 4
