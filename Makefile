@@ -11,13 +11,16 @@ FRAMEWORKS := .venv-frameworks
 # Servers of object stores: they are not needed for anything else, and some have many dependencies.
 SERVERS := .venv-cloud
 
+# Orbax of the version that scenarios compare with, and libraries that use it.
+ORBAX := .venv-orbax
+
 # Tests wait for disks and other processes as long as they compute.
 WORKERS ?= $(shell $(PYTHON) -c "import os; n = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count(); print(min(16, n + (n + 1) // 2))")
 
 # Tests of pages in a browser, of the notebook and of the built packages.
 SITE := tests/browser tests/package tests/test_notebooks.py
 
-.PHONY: demo test suite test-site docs cloud faults fuzz frameworks package check format bench clean
+.PHONY: demo test suite test-site docs cloud faults fuzz frameworks orbax-door orbax-suite package check format bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -71,6 +74,16 @@ cloud: $(VENV)/.dev
 frameworks: $(FRAMEWORKS)/.installed
 	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks
 
+# Programs over `ocp`, run with Orbax and with eformer.compat.orbax, and compared; ARGS="--only 'managers.*' --verbose".
+orbax-door: $(ORBAX)/.installed
+	PYTHONPATH=tests $(ORBAX)/bin/python -m orbax_door.run $(ARGS)
+
+# Orbax's own tests, with its classes and with ours in their place: the abstract tests in its newest wheel, and the tests
+# of public names in a source package that has tests. Downloads them into an ignored directory.
+orbax-suite: $(ORBAX)/.installed
+	PYTHONPATH=tests $(ORBAX)/bin/python -m orbax_door.graft.run --set shipped --python $(CURDIR)/$(ORBAX)/bin/python $(ARGS)
+	PYTHONPATH=tests $(ORBAX)/bin/python -m orbax_door.graft.run --set public $(ARGS)
+
 # The wheel and the sdist, in new environments of every Python from 3.11 to 3.14 that is found, also in EFORMER_PYTHONS.
 package: $(VENV)/.dev
 	$(BIN)/python tests/package/check.py
@@ -93,7 +106,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python bench/rename.py
 
 clean:
-	rm -rf docs/_build $(VENV) $(FRAMEWORKS) $(SERVERS) .venv-peers .venv-original bench/.scratch faults/.scratch .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf docs/_build $(VENV) $(FRAMEWORKS) $(SERVERS) $(ORBAX) tests/orbax_door/graft/.work .venv-peers .venv-original bench/.scratch faults/.scratch .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "eformer needs Python >= 3.11, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.12")'
@@ -117,4 +130,10 @@ $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt tests/frameworks/requir
 	$(PIP) install -c constraints.txt -r tests/frameworks/requirements.txt
 	$(PIP) install --no-deps --ignore-requires-python -r tests/frameworks/no-deps.txt
 	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(ORBAX)/.installed: PIP = $(ORBAX)/bin/python -m pip --disable-pip-version-check --quiet
+$(ORBAX)/.installed: pyproject.toml constraints.txt tests/orbax_door/requirements.txt
+	$(PYTHON) -m venv $(ORBAX)
+	$(PIP) install -c constraints.txt -r tests/orbax_door/requirements.txt -e .
 	@touch $@

@@ -9,12 +9,14 @@ from unittest import mock
 import pytest
 
 from eformer._engine.stores import leases
-from eformer.checkpoint import load, save, verify
+from eformer.checkpoint import diff, load, save, verify
 from multihost import scenes
 from support import ministack
 from support.bucket_faults import EXPIRED
 from support.buckets import around
+from support.conversions import make_sources, words_of
 from support.faults import noted
+from support.launched import launched
 from support.processes import Job
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -52,6 +54,39 @@ def test_two_processes_save_to_a_bucket(two, port, url_of, kind):
     assert all(
         "." in key.rpartition("/")[2] for key in keys(url) if leases.LEASES in key
     )  # no save is under way
+
+
+def to_bucket(port):
+    options = ["--store-option", f"endpoint=http://127.0.0.1:{port}", "--store-option", "region=us-east-1"]
+    return options, {"AWS_ACCESS_KEY_ID": "AKIDOFTESTS", "AWS_SECRET_ACCESS_KEY": "of-tests"}
+
+
+@pytest.mark.parametrize("case", ["shards", "zarr", "trees"])
+def test_processes_convert_to_a_bucket_as_one_process_does(port, url_of, tmp_path, case):
+    make_sources(tmp_path)
+    source, _, words = words_of(case, tmp_path)
+    alone, many = (url_of(name) for name in ("alone", "many"))
+    options, secret = to_bucket(port)
+    for count, url in ((1, alone), (3, many)):
+        outcome = launched(count, "convert", source, url, *words, *options, **secret)
+        assert outcome.codes == [0] * count, outcome
+    assert verify(many).ok
+    assert diff(alone, many).same
+    assert len(keys(alone)) == len(keys(many))
+    outcome = launched(2, "convert", source, many, *words, *options, **secret)
+    assert outcome.codes == [1, 1], outcome
+    assert "already exists" in outcome.errors[0]
+
+
+def test_an_error_of_a_process_leaves_no_object_in_the_bucket(port, url_of, tmp_path):
+    make_sources(tmp_path)
+    source, _, words = words_of("shards", tmp_path)
+    url, (options, secret) = url_of("failed"), to_bucket(port)
+    full = "import eformer._engine.saving.in_parts as p\ndef fail(*a, **b): raise OSError('no route')\np.write = fail"
+    outcome = launched(2, "convert", source, url, *words, *options, programs={1: full}, **secret)
+    assert outcome.codes == [1, 1], outcome
+    assert "process 1: OSError('no route')" in outcome.errors[0]
+    assert not [key for key in keys(url) if leases.LEASES not in key]
 
 
 @pytest.fixture

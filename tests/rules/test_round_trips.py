@@ -44,6 +44,7 @@ def test_a_model_comes_back_bit_for_bit(name, layout):
         assert array.tobytes() == original[leaf].tobytes(), leaf
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_values_move_and_none_is_lost(name, layout):
     """The elements of all new leaves are those of the model, where no step changes them."""
@@ -54,6 +55,7 @@ def test_values_move_and_none_is_lost(name, layout):
     assert np.array_equal(np.sort(np.concatenate(found)), np.sort(np.concatenate(elements)))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_the_way_back_needs_no_model_but_its_configuration(name, layout):
     """Without the shapes of the model, config.json has all numbers. Dtypes are those of the configuration."""

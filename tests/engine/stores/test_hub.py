@@ -191,7 +191,10 @@ def test_names_do_not_lead_out(hub, model):
 
 
 def test_saving_is_refused(model, tmp_path):
-    with pytest.raises(io.UnsupportedOperation, match="can only be read; save to a directory"):
+    with pytest.raises(
+        io.UnsupportedOperation,
+        match=r"can only be read, or written by checkpoint\.export; save to a directory",
+    ):
         save({"w": np.ones(3)}, URL)
     with pytest.raises(io.UnsupportedOperation, match="can only be read"):
         checkpoint.Run(URL).save(1, {"w": np.ones(3)})

@@ -349,6 +349,7 @@ print(1024 * int(peak))
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA covers all memory on Linux alone")
 @pytest.mark.parametrize("target", ["safetensors", "zarr"])
 def test_a_merge_stays_within_its_memory(tmp_path, target):

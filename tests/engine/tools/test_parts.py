@@ -1,6 +1,7 @@
 """Conversions and merges in parts, as independent jobs write them: any number of parts gives the same bytes."""
 
 import os
+import shutil
 
 import ml_dtypes
 import numpy as np
@@ -10,9 +11,9 @@ import safetensors.numpy
 from eformer._engine.tools.view import View
 from eformer.checkpoint import convert, load, merge, save, verify
 from eformer.errors import ProcessError
-from support import merges
+from support import forkserver, merges
 from support.conversions import CASES, DIVIDED, EPOCH, arguments_of, make_sources
-from support.faults import hooked
+from support.faults import hooked, noted, struck
 from support.launched import files_below
 
 
@@ -148,6 +149,47 @@ def test_parts_read_little_more_than_their_bytes(sources, tmp_path):
     assert sum(reads) <= 1.05 * 1500 * 700 * 4
     convert(sources / "tree", tmp_path / "new", to="safetensors", keys="large", commit=True)
     np.testing.assert_array_equal(load(tmp_path / "new")["large"], load(sources / "tree")["large"])
+
+
+def die_at(at, moment, case, sources, folder, **more):
+    """Convert in a process that dies before or after one of its calls. Return False if it has fewer."""
+    process = forkserver.context().Process(target=_die, args=(at, moment, case, sources, folder), kwargs=more)
+    process.start()
+    process.join()
+    return process.exitcode == 9
+
+
+def _die(at, moment, case, sources, folder, **more):
+    os.environ["SOURCE_DATE_EPOCH"] = EPOCH
+    with hooked(**{moment: lambda number, _: os._exit(9) if number == at else None}):
+        convert_case(case, sources, folder, **more)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("case", ["file", "zarr"])
+def test_a_part_or_a_commit_that_is_killed_at_any_call_goes_on(sources, tmp_path, case, moment):
+    alone = files_below(convert_case(case, sources, tmp_path / "alone"))
+    ways = ({"part": "1/2"}, {"commit": True})
+    for way in ways:
+        for at in struck(lambda at, way=way: dies(at, moment, case, sources, tmp_path, way), (case, moment)):
+            with noted(f"{way}: call {at}"):
+                new = tmp_path / str(at) / ("new.safetensors" if case == "file" else "new")
+                if new.exists():  # the rename was the commit
+                    assert "commit" in way
+                else:
+                    convert_case(case, sources, tmp_path / str(at), part="1/2")
+                    convert_case(case, sources, tmp_path / str(at), commit=True)
+                assert files_below(new) == alone
+            shutil.rmtree(tmp_path / str(at))
+
+
+def dies(at, moment, case, sources, place, way):
+    """Write part 0, and for a commit part 1, too; then die. Return the number of the call, None if there are fewer."""
+    convert_case(case, sources, place / str(at), part="0/2")
+    if "commit" in way:
+        convert_case(case, sources, place / str(at), part="1/2")
+    return at if die_at(at, moment, case, sources, place / str(at), **way) else None
 
 
 # --------------------------------------------------------------------------------------------- merges

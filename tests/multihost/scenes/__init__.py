@@ -8,5 +8,6 @@ from multihost.scenes.export import *  # noqa: F403
 from multihost.scenes.live import *  # noqa: F403
 from multihost.scenes.mistakes import *  # noqa: F403
 from multihost.scenes.near import *  # noqa: F403
+from multihost.scenes.orbax_door import *  # noqa: F403
 from multihost.scenes.runs import *  # noqa: F403
 from multihost.scenes.state import *  # noqa: F403

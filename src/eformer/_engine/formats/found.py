@@ -75,6 +75,7 @@ class Foreign:
     find_left_out   lists the files that are not read and may hold leaves
     refused         leaves of kinds that eformer does not store, each with its kind
     find_quantized  describes the quantised leaves of a tree; None for a tree without such leaves
+    of_handlers     directories of items that a handler of the caller wrote: only the handler reads their files
     is_costly       True if asking for a tree copies all files to this machine
     """
 
@@ -83,6 +84,7 @@ class Foreign:
     find_damages: Callable[[], Iterator[Damage]] | None = None
     find_left_out: Callable[[], tuple[str, ...]] = tuple
     refused: Mapping[str, str] = field(default_factory=dict)
+    of_handlers: tuple[str, ...] = ()
     find_quantized: Callable[[TreeEntry], Quantization | None] | None = None
     is_costly: bool = False
 

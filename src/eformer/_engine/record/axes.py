@@ -8,10 +8,10 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from eformer._engine.record.boxes import Box
+from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.notation import ONE, Axis, Concatenation, Group
 from eformer.errors import FormatError
 
@@ -155,7 +155,7 @@ class Layout:
     target: tuple[Lattice, ...]
     numbered: tuple[str, ...] = ()
 
-    @cached_property
+    @lazy_property
     def is_identity(self) -> bool:
         return (
             self.source == self.target
@@ -163,12 +163,12 @@ class Layout:
             and all(len(axis.digits) <= 1 for axis in self.source)
         )
 
-    @cached_property
+    @lazy_property
     def order(self) -> tuple[str, ...]:
         """List the axes in the order of the target."""
         return tuple(digit.name for axis in self.target for digit in axis.digits)
 
-    @cached_property
+    @lazy_property
     def free(self) -> tuple[str, ...]:
         """List the axes that lie in the source and in the target, in the order of the target."""
         there = {digit.name for axis in self.source for digit in axis.digits}

@@ -13,7 +13,6 @@ import re
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,6 +20,7 @@ import numpy as np
 from eformer._engine.record.axes import Layout, all_names, lattice, size_of, solve
 from eformer._engine.record.dequant_step import dequantized_by, digits_of
 from eformer._engine.record.dtypes import dtype_from_name, is_floating, name_of_dtype
+from eformer._engine.record.lazy import lazy_property
 from eformer._engine.record.lazy_arrays import Computed, Rearranged, Resized, Shared, SourceBlock
 from eformer._engine.record.notation import REST, NumberHole, blocks_of, names_in
 from eformer._engine.record.templates import KnownSizes, Template
@@ -144,7 +144,7 @@ class ReadyRule:
     def where(self) -> str:
         return self.rule.where
 
-    @cached_property
+    @lazy_property
     def described(self) -> str:
         """Describe the change of a leaf: its axes before and behind, and the steps."""
         leaves = (self.sources[0].leaf, self.targets[0].leaf)
@@ -155,14 +155,14 @@ class ReadyRule:
         )
         return ", ".join([*moved, *steps])
 
-    @cached_property
+    @lazy_property
     def stacks_numbers(self) -> bool:
         """Tell whether sources are stacked by numbers in their names, each of which is one axis."""
         holes = [part for t in self.sources for part in t.leaf.parts if isinstance(part, NumberHole)]
         stacked = {name for pair in self.pairs for name in pair.numbered}
         return any(len(hole.digits) == 1 and hole.digits[0].axis in stacked for hole in holes)
 
-    @cached_property
+    @lazy_property
     def moves_nothing(self) -> bool:
         """Tell whether all elements stay in their places."""
         if len(self.pairs) != 1 or self.scales:

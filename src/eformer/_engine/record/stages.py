@@ -217,7 +217,8 @@ class StageRenaming:
             self.add_stack(new, members)
         self.add_targets()
         self.problems += self.assembly.problems
-        self.renamed.notes += self.assembly.ragged()
+        if not self.known.shapes:  # otherwise the shapes are compared
+            self.renamed.notes += self.assembly.ragged()
         if self.problems:
             raise MismatchError(self.problems, context="rename")
         self.add_hints()

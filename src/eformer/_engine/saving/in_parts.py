@@ -149,6 +149,26 @@ class Division:
         ]
         return OwnPart(pieces, headers)
 
+    def own_files(self, part: Portion) -> OwnPart:
+        """Return the files of a part, each whole: an object in a bucket has one writer. Their middle lies in the share
+        of the part."""
+        weights = [max(1, self._file(number).nbytes) for number in range(len(self._places))]
+        share = part.share(sum(weights))
+        starts = accumulate(weights, initial=0)
+        own = {
+            place
+            for place, weight, start in zip(self._places, weights, starts, strict=False)
+            if start + weight // 2 in share
+        }
+        pieces = []
+        for tree, file in sorted(own):
+            one = self._trees[tree]
+            for at, extent in enumerate(one.files[file].extents):
+                block = one.save.entry.block
+                pieces.append(Own(tree, file, at, extent, 0, len(extent.digests), block))
+        headers = [(tree, file) for tree, file in own if not self._trees[tree].files[file].extents]
+        return OwnPart(pieces, sorted(headers))
+
     def _file(self, number: int) -> PlannedFile:
         tree, file = self._places[number]
         return self._trees[tree].files[file]
@@ -350,6 +370,24 @@ class SaveOfParts(Save):
     number: int
     tree: PlannedTree
     small_leaves: Callable[[Sequence[Source]], Mapping[str, Source]]
+
+    def join(self, save_id: str, token: str) -> None:
+        """Join the upload of the first process to a bucket."""
+        self.entry = msgspec.structs.replace(self.entry, save_id=save_id)
+        self.format = self.new_format()
+        self.upload = self.format.begin(self.store, token)
+
+    def write_objects(self, own: OwnPart, staging: Staging, meter: Meter) -> None:
+        """Write whole files of this part to the upload that all processes share. Their digests are set in the plan."""
+        files = _own_files(self.number, self.tree, own, self.small_leaves)
+        if files:
+            write(files, self.upload, self.entry.block, staging, threads=self.threads, meter=meter)
+
+    def commit_objects(self) -> None:
+        """Commit the files of all processes, whose receipts have been taken."""
+        self._note_fingerprints()
+        self.commit(self.receipt(self.tree.files, Kept(), self.tree.leaves, {}))
+        self.turn.end()  # the next tree goes to the same path
 
     def _note_fingerprints(self) -> None:
         """Add the fingerprints that one process adds: of small leaves whose digests do not give them."""

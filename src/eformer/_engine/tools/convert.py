@@ -63,6 +63,7 @@ from eformer._engine.tools.convert_parts import (
     alone_for_all,
     commit_parts,
     convert_part,
+    convert_to_bucket,
     convert_together,
 )
 from eformer._engine.tools.export_plan import ExportWish, plan_model
@@ -489,7 +490,12 @@ def _carry_out(work: _Work, how: How, progress: Progress) -> None:
             f"{work.conversion.destination} {problem}; convert by one process, or by the processes of a launcher"
         )
     crew = how.crew
-    if crew is not None and not can_divide:
+    is_bucket = (
+        isinstance(work.place, _Destination) and where is None and not work.place.name.endswith(SUFFIX)
+    )
+    if crew is not None and is_bucket and work.target in ("safetensors", "zarr"):
+        convert_to_bucket(_divided(work), crew, progress)
+    elif crew is not None and not can_divide:
         doing = f"converts to {work.conversion.destination}"
         alone_for_all(partial(_convert_alone, work), crew, progress, doing)
     elif crew is not None:
@@ -512,9 +518,8 @@ def _divided(work: _Work) -> DividedWork:
     """Return the conversion with a save for each tree, which is committed when all parts are there."""
     place = work.place
     assert isinstance(place, _Destination)
-    assert place.where is not None
     saves: dict[str, SaveOfParts] = {}
-    around = LocalStore(place.where.parent)
+    around = place.around if place.where is None else LocalStore(place.where.parent)
     for prefix, tree in work.trees.items():
         store, name = (around.at(place.name), WEIGHTS) if work.target == "peft" else (around, place.name)
         saves[prefix] = _save(work, store, name, prefix, tree, SaveOfParts)
@@ -525,7 +530,7 @@ def _divided(work: _Work) -> DividedWork:
         return save
 
     return DividedWork(
-        place.where,
+        place.where or work.conversion.destination,
         work.identity,
         list(saves.values()),
         work.budget,
@@ -720,14 +725,14 @@ class _Destination:
         store = store_at(path)
         self.where = where.absolute() if (where := on_disk(store)) else None
         self._store = store if self.where is None else LocalStore(self.where)
-        self._around, self.name = self._store.parent()
+        self.around, self.name = self._store.parent()
         if self.name in ("", ".."):
             raise ValueError(f"{os.fspath(path)!r} does not name a file or directory to create")
 
     def require_free(self, nbytes: int) -> None:
         """Raise if the destination exists, or if the disk has less space than `nbytes`."""
         where = self.where
-        is_taken = self._around.kind(self.name) is not None if where is None else not _is_free(where)
+        is_taken = self.around.kind(self.name) is not None if where is None else not _is_free(where)
         if is_taken:
             raise FileExistsError(
                 f"{where or self._store.url} already exists; a conversion creates a new checkpoint: choose another path"
@@ -753,9 +758,9 @@ class _Destination:
         elif in_files:
             with tempfile.TemporaryDirectory(prefix="eformer-convert-") as folder:
                 yield LocalStore(Path(folder)), self.name
-                _upload(Path(folder), self._around)
+                _upload(Path(folder), self.around)
         else:
-            yield self._around, self.name
+            yield self.around, self.name
 
 
 class _HubDestination:

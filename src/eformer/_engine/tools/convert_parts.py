@@ -6,14 +6,25 @@ Tests: tests/engine/tools/test_parts.py, tests/multihost/test_conversions.py, te
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from eformer._engine.processes.crew import announced
 from eformer._engine.record.division import parse_part
 from eformer._engine.record.text import few
-from eformer._engine.saving.in_parts import Division, SaveOfParts, planned, take_receipts, write_part
+from eformer._engine.saving.in_parts import (
+    Division,
+    SaveOfParts,
+    encode_receipt,
+    planned,
+    take_receipts,
+    write_part,
+)
 from eformer._engine.saving.staging import Staging
 from eformer._engine.stores.parts import Parts, PartsPlan
 from eformer._engine.tasks import interrupts
@@ -22,7 +33,6 @@ from eformer.errors import ProcessError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
     from eformer._engine.processes.crew import Crew
     from eformer._engine.record.division import Portion
@@ -56,7 +66,7 @@ class How:
 
 @dataclass(slots=True)
 class DividedWork:
-    """A conversion to a new checkpoint at `where`, that parts write to.
+    """A conversion to a new checkpoint at `where`, a path or the URL of a bucket, that parts write to.
 
     identity       the same text for the same conversion: parts of two conversions are never mixed
     saves          one for each tree, which every part plans alike
@@ -66,7 +76,7 @@ class DividedWork:
     commit         makes the destination with these saves
     """
 
-    where: Path
+    where: Path | str
     identity: str
     saves: Sequence[SaveOfParts]
     budget: int
@@ -77,6 +87,7 @@ class DividedWork:
 
     @property
     def parts(self) -> Parts:
+        assert isinstance(self.where, Path)
         return Parts(self.where)
 
     def plan(self, count: int) -> PartsPlan:
@@ -85,7 +96,9 @@ class DividedWork:
     def lay_out(self) -> None:
         self.trees = [planned(save) for save in self.saves]
         for number, (save, tree) in enumerate(zip(self.saves, self.trees, strict=True)):
-            save.parts, save.number, save.tree = self.parts, number, tree
+            save.number, save.tree = number, tree
+            if isinstance(self.where, Path):
+                save.parts = self.parts
             save.small_leaves = self.small_leaves
 
     def end_turns(self) -> None:
@@ -139,6 +152,46 @@ def convert_together(work: DividedWork, crew: Crew, progress: Progress) -> None:
         work.end_turns()
 
 
+def convert_to_bucket(work: DividedWork, crew: Crew, progress: Progress) -> None:
+    """Write whole files from each process to one upload for each tree; the first process commits. An error withdraws
+    all objects."""
+    hosts = crew.hosts(f"converts to {work.where}")
+    try:
+        with announced(hosts), crew.watched(hosts, progress, "converting") as report, ExitStack() as stack:
+            told = hosts.meet(work.identity.encode(), partial(_begin_uploads, work, stack))
+            for save, (save_id, token) in zip(work.saves, msgspec.msgpack.decode(told), strict=True):
+                if not crew.is_first:
+                    save.join(save_id, token)
+                    stack.callback(save.upload.close)
+            work.lay_out()
+            own = Division(work.trees).own_files(crew.part)
+            with metered(report, own.nbytes, "converting") as meter:
+                for save in work.saves:
+                    save.write_objects(own, Staging(work.budget), meter)
+            hosts.meet(encode_receipt(own), partial(_commit_uploads, work))
+        hosts.end()
+    finally:
+        work.end_turns()
+
+
+def _begin_uploads(work: DividedWork, stack: ExitStack, messages: Sequence[bytes]) -> bytes:
+    _require_same(messages)
+    work.require_free(0)
+    for save in work.saves:
+        save.format = save.new_format()
+        save.prepare(stack)
+        save.upload.announce()
+    return msgspec.msgpack.encode([(save.entry.save_id, save.upload.token) for save in work.saves])
+
+
+def _commit_uploads(work: DividedWork, receipts: Sequence[bytes]) -> bytes:
+    if lacking := take_receipts(work.trees, receipts):
+        raise ProcessError(f"{work.where}: the processes have not written {few(lacking)}; convert again")
+    for save in work.saves:
+        save.commit_objects()
+    return b""
+
+
 def alone_for_all(carry_out: Callable[[Progress], None], crew: Crew, progress: Progress, doing: str) -> None:
     """Let the first process do what cannot be divided, while all others wait."""
     hosts = crew.hosts(doing)
@@ -153,14 +206,18 @@ def alone_for_all(carry_out: Callable[[Progress], None], crew: Crew, progress: P
 
 
 def _begin(work: DividedWork, crew: Crew, messages: Sequence[bytes]) -> bytes:
+    _require_same(messages)
+    work.require_free(sum(file.nbytes for tree in work.trees for file in tree.files))
+    work.parts.begin_again(work.plan(crew.count))
+    return b""
+
+
+def _require_same(messages: Sequence[bytes]) -> None:
     if others := [number for number, text in enumerate(messages) if text != messages[0]]:
         raise ProcessError(
             f"the processes convert different things: process {few(list(map(str, others)))} sees another source or has "
             "other arguments than process 0. All need the same files and the same command"
         )
-    work.require_free(sum(file.nbytes for tree in work.trees for file in tree.files))
-    work.parts.begin_again(work.plan(crew.count))
-    return b""
 
 
 def _not_shared(work: DividedWork) -> str:

@@ -14,10 +14,13 @@ from pathlib import Path
 from posixpath import split
 from typing import TYPE_CHECKING, Any
 
+from eformer._engine.formats.find import find_step
+from eformer._engine.formats.found import Trees
 from eformer._engine.formats.others import orbax
 from eformer._engine.formats.others.orbax_metadata import (
     ARRAY_METADATAS,
     COMMITTED,
+    JSON_FILE,
     SHARDINGS,
     STRINGS,
     TREE_METADATA,
@@ -264,9 +267,24 @@ def _files_in(path: str) -> frozenset[str]:
 def _other_files(step: Step, there: Collection[str]) -> tuple[str, ...]:
     """Return the files in the directory of a checkpoint that do not belong to it."""
     found = found_of(step)
-    is_of_orbax = found.manifest.format == orbax.FORMAT
-    part = _files_of_orbax(there) if is_of_orbax else _files_of(found, there)
+    if found.manifest.format == orbax.FORMAT:
+        part = _files_of_orbax(there)
+    elif ORBAX_CHECKPOINT in there and MANIFEST not in there:
+        part = _files_of_items(found, there)
+    else:
+        part = _files_of(found, there)
     return tuple(sorted({*there} - part))
+
+
+def _files_of_items(found: Found, there: Collection[str]) -> set[str]:
+    """Return the files of a step whose items are checkpoints by eformer. Files of handlers do not count."""
+    items = {tree.root.partition("/")[0] for tree in found.manifest.trees.values()}
+    documents = set(found.trees.also) if isinstance(found.trees, Trees) else set()
+    part = _files_of_orbax(there) | {f"{name}/{JSON_FILE}" for name in documents}
+    for item in items:
+        inside = {path.removeprefix(f"{item}/") for path in there if path.startswith(f"{item}/")}
+        part |= {f"{item}/{path}" for path in _files_of(find_step(found.store.path_to(item)), inside)}
+    return part & {*there}
 
 
 def _files_of(found: Found, there: Collection[str]) -> set[str]:

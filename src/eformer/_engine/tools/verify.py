@@ -34,7 +34,7 @@ from eformer._engine.stores.signed import look_at_signed
 from eformer._engine.tasks.interrupts import uninterrupted
 from eformer._engine.tasks.pool import run_all
 from eformer._engine.tasks.progress import metered
-from eformer.errors import Damage, EformerError, FormatError, NotFoundError, SignatureError
+from eformer.errors import CorruptionError, Damage, EformerError, FormatError, NotFoundError, SignatureError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -59,6 +59,7 @@ class Verification:
     has_digests     False for files of other programs: eformer checks their structure and completeness only
     has_checksums   whether the files of another program have checksums of their own, which were compared
     left_out        files in the directory that are not read and may hold leaves
+    not_checked     items of a step that a handler of the caller wrote: only the handler can read their files
     is_signed       whether a signature exists; it is checked only with a key
     signed_by       the id of the key whose signature was checked; differences from the signed bytes are in `damages`
     steps           for a run, the result for each step. The counts are then sums, and the damages have paths from the
@@ -81,6 +82,7 @@ class Verification:
     damages: tuple[Damage, ...]
     has_checksums: bool = False
     left_out: tuple[str, ...] = ()
+    not_checked: tuple[str, ...] = ()
     is_signed: bool = False
     signed_by: str | None = None
     steps: tuple[Verification, ...] = ()
@@ -102,10 +104,13 @@ class Verification:
     def __str__(self) -> str:
         if self.steps:
             return "\n".join(map(str, self.steps))
-        if not self.left_out:
-            return self._checked
-        number = count(len(self.left_out), "file")
-        return f"{self._checked}\n  {number} not read, which may hold leaves: {few(self.left_out)}"
+        lines = [self._checked]
+        if self.not_checked:
+            lines.append(f"not checked, written by handlers of the caller: {few(self.not_checked)}")
+        if self.left_out:
+            number = count(len(self.left_out), "file")
+            lines.append(f"{number} not read, which may hold leaves: {few(self.left_out)}")
+        return "\n  ".join(lines)
 
     @property
     def _checked(self) -> str:
@@ -244,6 +249,7 @@ def _verify_run(
         ),
         has_checksums=all(one.has_checksums for one in checked),
         left_out=tuple(f"{name}/{file}" for name, one in named for file in one.left_out),
+        not_checked=tuple(f"{name}/{file}" for name, one in named for file in one.not_checked),
         is_signed=all(one.is_signed for one in checked),
         signed_by=None if key is None else key.id,
         steps=tuple(checked),
@@ -315,6 +321,7 @@ def _verify_found(found: Found, progress: Progress, part: Portion) -> Verificati
         damages=tuple(damages),
         has_checksums=found.foreign.find_damages is not None,
         left_out=found.left_out(),
+        not_checked=found.foreign.of_handlers,
         is_signed=signer_of(found) is not None,
         digest=found.manifest.digest,
     )
@@ -348,7 +355,14 @@ def _readable_trees(found: Found) -> tuple[list[TreeEntry], list[Damage]]:
                 ]
                 continue
         trees.append(found.trees[prefix])
-    trees += [found.trees[prefix] for prefix in found.trees if prefix not in found.manifest.trees]
+    for prefix in found.trees:
+        if prefix not in found.manifest.trees:
+            try:
+                trees.append(found.trees[prefix])
+            except CorruptionError as error:
+                if not found.manifest.trees:
+                    raise
+                damages.append(Damage("", prefix, 0, 0, f"cannot be read: {error}"))
     return trees, damages
 
 

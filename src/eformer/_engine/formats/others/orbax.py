@@ -7,7 +7,7 @@
 
 A checkpoint is such a tree, or has a directory with a tree for each item. A `CheckpointManager` keeps each checkpoint
 in a directory named after its step. Items that are JSON become metadata of the trees beside them, and are trees of
-plain values themselves.
+plain values themselves. Items may be checkpoints by eformer.
 
 Tests: tests/compat/test_orbax_kinds.py, tests/compat/test_orbax_old.py, tests/compat/test_orbax.py.
 """
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from eformer._engine.formats.found import Foreign, Found, Place, Trees
+from eformer._engine.formats.found import Foreign, Found, Place, Trees, files_of
 from eformer._engine.formats.left_out import is_eformer_checkpoint, left_out
 from eformer._engine.formats.others.flax import flatten_message
 from eformer._engine.formats.others.orbax_arrays import ChunkFiles
@@ -40,6 +40,13 @@ from eformer._engine.formats.others.orbax_reader import (
     TreeDirectory,
     is_aggregate,
     read_tree,
+)
+from eformer._engine.formats.own_items import (
+    ItemManifests,
+    damages_beside,
+    joined_items,
+    joined_manifest,
+    own_items,
 )
 from eformer._engine.formats.safetensors.names import SUFFIX
 from eformer._engine.record.indexes import MANIFEST, ORBAX_CHECKPOINT, ORBAX_TREE
@@ -94,6 +101,9 @@ def in_local_directory(directory: Path, names: Sequence[str]) -> Found | None:
         step = inside_run(directory, steps[-1])
         return in_local_directory(step, list(LocalStore(step).kinds()))
     items = {name: item for name in names if (item := find_item(directory / name, checkpoint.item_handlers))}
+    if ORBAX_CHECKPOINT in names and (own := _own_items(directory, names, items, checkpoint)):
+        documents = _read_documents(directory, names, {*items, *own, *(checkpoint.custom_metadata or {})})
+        return _Checkpoint(directory, items, checkpoint, documents, own).to_found()
     if items or ORBAX_CHECKPOINT in names or _is_json_alone(names) or holds_documents(directory):
         documents = _read_documents(directory, names, {*items, *(checkpoint.custom_metadata or {})})
         if items or documents:
@@ -104,6 +114,14 @@ def in_local_directory(directory: Path, names: Sequence[str]) -> Found | None:
             "has not finished"
         )
     return None
+
+
+def _own_items(
+    directory: Path, names: Sequence[str], items: Container[str], checkpoint: CheckpointMetadata
+) -> ItemManifests:
+    """Read the manifests of the items that are checkpoints by eformer. Links are not followed."""
+    inside = [name for name in names if name not in items and not (directory / name).is_symlink()]
+    return own_items(LocalStore(directory), inside, checkpoint.item_handlers)
 
 
 def inside_run(run: Path, step: str) -> Path:
@@ -241,7 +259,8 @@ def _read_documents(directory: Path, names: Sequence[str], skip: Container[str])
 
 @dataclass(frozen=True, slots=True)
 class _Checkpoint:
-    """A checkpoint: by name, its `items` that are trees, and its `documents`, the items that are JSON.
+    """A checkpoint: by name, its `items` that are trees, its `documents`, the items that are JSON, and its `own` items,
+    which are checkpoints by eformer.
 
     Documents are trees of plain values, which are only listed if the checkpoint has no other trees. Trees are read on
     first use: `read` has the trees so far by root, and `versions` the versions of their files.
@@ -251,25 +270,46 @@ class _Checkpoint:
     items: Mapping[str, TreeDirectory]
     metadata: CheckpointMetadata
     documents: Mapping[str, Any]
+    own: ItemManifests = field(default_factory=dict)
     read: dict[str, OrbaxTree] = field(default_factory=dict)
     versions: dict[str, Version] = field(default_factory=dict)
 
     def to_found(self) -> Found:
         items = {name: partial(self._read_tree, item) for name, item in self.items.items()}
         documents = {name: partial(self._tree_of_document, name) for name in self.documents}
-        trees = Trees({}, items or documents, documents if items else {})
+        has_trees = bool(items or self.own)
+        trees = Trees({}, items if has_trees else documents, documents if has_trees else {})
+        manifest = Manifest(format=FORMAT)
+        if self.own:
+            manifest = joined_manifest(self.own, self._metadata())
+            trees = joined_items(LocalStore(self.directory), self.own, manifest, trees)
         return Found(
             str(self.directory),
             LocalStore(self.directory),
-            Manifest(format=FORMAT),
+            manifest,
             trees,
             versions=self.versions,
-            foreign=Foreign(self._open_files, find_left_out=lambda: self._left_out(trees)),
+            foreign=Foreign(
+                self._open_files,
+                find_left_out=lambda: self._left_out(trees),
+                of_handlers=tuple(f"{name}/" for name in self._of_handlers()),
+            ),
+            check_beside=partial(damages_beside, LocalStore(self.directory), self.own),
         )
 
-    def _read_tree(self, item: TreeDirectory) -> TreeEntry:
+    def _metadata(self) -> dict[str, Any]:
+        """Return the items that are JSON and the user's metadata, as JSON."""
         own = {name: value_to_json(value) for name, value in (self.metadata.custom_metadata or {}).items()}
-        metadata = {name: value_to_json(document) for name, document in self.documents.items()} | own
+        return {name: value_to_json(document) for name, document in self.documents.items()} | own
+
+    def _of_handlers(self) -> list[str]:
+        """List the items of unknown kinds of a step by eformer whose handlers are recorded."""
+        known = {*self.items, *self.own, *self.documents}
+        names = self.metadata.item_handlers if self.own else {}
+        return [name for name in names if name not in known and _is_unread_item(self.directory / name)]
+
+    def _read_tree(self, item: TreeDirectory) -> TreeEntry:
+        metadata = self._metadata()
         tree = read_tree(self.directory, item, metadata=metadata, saved_at=self.metadata.saved_at)
         self.read[tree.root] = tree
         self.versions.update(tree.versions)
@@ -289,7 +329,9 @@ class _Checkpoint:
         )
 
     def _open_files(self, tree: TreeEntry) -> Files:
-        return self.read[tree.root].open_files() if tree.root in self.read else ChunkFiles([])
+        if tree.root in self.read:
+            return self.read[tree.root].open_files()
+        return files_of(LocalStore(self.directory), tree) if tree.has_digests else ChunkFiles([])
 
     def _left_out(self, trees: Mapping[str, TreeEntry]) -> tuple[str, ...]:
         names = list(LocalStore(self.directory).kinds())
@@ -312,6 +354,7 @@ class _Checkpoint:
             read.update(tree.list_own_paths())
             if item.key_metadata:
                 read.add(f"{name}/{item.key_metadata}")
+        read.update(self._of_handlers())
         rest = [] if "" in self.items else [name for name in names if name not in (*read, *self.items)]
         unread = [name for name in rest if _is_unread_item(self.directory / name)]
         read.update(unread)

@@ -1,0 +1,1 @@
+"""Doors of the shape of other libraries: programs written for them save and load with eformer."""

@@ -1,0 +1,5 @@
+"""The module `arrays` of Orbax."""
+
+from eformer.compat.orbax.tree import to_shape_dtype_struct
+
+__all__ = ["to_shape_dtype_struct"]
